@@ -17,10 +17,13 @@ class EngineConfig:
 
     model: str = setting("", "Model folder (already resolved to a local path).", flag=False)
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = setting(
-        "auto", "Weights, activations and KV cache. auto: bfloat16 where the hardware computes in it, else float32."
+        "auto",
+        "Weights, activations and KV cache. auto: bfloat16 where the hardware computes in it, else float32.",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a GPU, else cpu.")
-    max_model_len: int | None = setting(None, "Longest prompt + output, in tokens. Default: the model's own limit.")
+    max_model_len: int | None = setting(
+        None, "Longest prompt + output, in tokens. Default: the model's own limit."
+    )
     max_num_seqs: int = setting(64, "Most sequences in one step.")
     max_num_batched_tokens: int | None = setting(
         None, "Most tokens computed in one step. Default: 8192 on a GPU, 2048 on a CPU."
@@ -34,26 +37,35 @@ class EngineConfig:
     gpu_memory_utilization: float = setting(0.92, "Share of the GPU's memory that the engine may use.")
     enable_prefix_caching: bool = setting(True, "Share the KV of equal prefixes between requests.")
     enable_chunked_prefill: bool = setting(
-        True, "Split long prefills so that running sequences keep streaming. Off: a prompt is computed in one step."
+        True,
+        "Split long prefills so that running sequences keep streaming. Off: a prompt is computed in one step.",
     )
     scheduling_policy: Literal["deadline", "fcfs"] = setting(
         "deadline",
         "Order of admission. deadline: priority class, then TTFT deadlines (see docs/scheduling.md); fcfs: arrival.",
     )
     ttft_slo_ms: float | None = setting(
-        None, "Limit for the time to first token, as 500ms or 1.5s; orders admission.", flag="ttft-slo", unit="ms"
+        None,
+        "Limit for the time to first token, as 500ms or 1.5s; orders admission.",
+        flag="ttft-slo",
+        unit="ms",
     )
     itl_target_ms: float | None = setting(
-        None, "Target for the gap between tokens, as 50ms: prefill chunks are sized to keep it.",
-        flag="itl-target", unit="ms",
+        None,
+        "Target for the gap between tokens, as 50ms: prefill chunks are sized to keep it.",
+        flag="itl-target",
+        unit="ms",
     )
     max_waiting_s: float = setting(
         30.0, "Age bound: a request that has waited this long goes before all others of its priority."
     )
     seed: int = setting(0, "Seed from which requests without one draw theirs.")
-    num_threads: int | None = setting(None, "CPU threads of the engine. Default: the cores this process may use.")
+    num_threads: int | None = setting(
+        None, "CPU threads of the engine. Default: the cores this process may use."
+    )
     draft: str | None = setting(
-        None, "Drafter for speculation: a draft's folder, ngram, or none. Default: the model's own draft, else ngram."
+        None,
+        "Drafter for speculation: a draft's folder, ngram, or none. Default: the model's own draft, else ngram.",
     )
     num_speculative_tokens: int | None = setting(
         None, "Most tokens drafted per step (γ). Default: chosen per step.", flag="num-speculative-tokens"

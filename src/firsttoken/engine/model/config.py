@@ -106,6 +106,13 @@ class ModelConfig:
         """Bytes of KV cache that one token takes over all layers, at `dtype_size` bytes an element."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_size
 
+    def num_parameters(self) -> int:
+        """Weights in all, norms and biases left out (they are under a thousandth)."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + embeddings
+
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:

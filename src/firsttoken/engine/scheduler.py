@@ -1,0 +1,350 @@
+"""Which sequences get how many tokens in the next step. Pure Python, no torch.
+
+There are no phases. A sequence has known tokens and computed tokens; a step gives it some of the difference:
+one token (decode), many (prefill, whole or in chunks), or one and its drafts (verification).
+
+Decodes come first. What is left of the step goes to prefills in the order of `_urgency`; whether one more
+prefill joins the step or waits for the next is decided by predicted step times (`_joins`), because on hardware
+that is busy with one prompt a second one in the same step only makes the first one late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from firsttoken.engine.blocks import BlockPool, OutOfBlocks
+from firsttoken.engine.config import EngineConfig
+from firsttoken.engine.costs import CostModel
+from firsttoken.engine.sequence import Sequence
+
+_AGE_BIAS = 3.0
+"""Without a deadline a request is treated as if it had come this many times its own prefill later: short ones
+pass long ones, and any wait outgrows the bias."""
+_LONGEST_PAUSE_S = 0.5
+"""A decode that yields to a prefill of a better priority class yields no longer than this."""
+
+
+@dataclass(slots=True)
+class Scheduled:
+    """One sequence's part of a step: its next `num_tokens` known tokens, then its drafts."""
+
+    seq: Sequence
+    num_tokens: int
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def samples(self) -> bool:
+        """True if the step reaches the last known token, so that a new one comes out."""
+        return self.num_tokens == self.seq.num_uncomputed_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one forward pass computes."""
+
+    items: list[Scheduled] = field(default_factory=list)
+    num_tokens: int = 0
+    num_prefills: int = 0
+    """Sequences in the plan with more than one token to compute."""
+
+    def add(self, item: Scheduled) -> None:
+        self.items.append(item)
+        self.num_tokens += item.num_tokens + len(item.drafts)
+
+
+ProposeFn = Callable[[list[Sequence], int], list[list[int]]]
+"""(decoding sequences, most draft tokens in all) -> drafts of each; see engine.Drafter."""
+
+
+class Scheduler:
+    """Owns the waiting and running sequences and their blocks."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, costs: CostModel) -> None:
+        """config: with `max_num_batched_tokens` resolved; the engine replaces it when settings change."""
+        self.config = config
+        self.pool = pool
+        self.costs = costs
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.num_preemptions = 0
+
+    @property
+    def _max_tokens(self) -> int:
+        assert self.config.max_num_batched_tokens is not None
+        return self.config.max_num_batched_tokens
+
+    # -- queue ----------------------------------------------------------------------------------------------
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes a sequence out, wherever it is, and frees its blocks at once."""
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+        self._release(seq)
+
+    # -- a step ---------------------------------------------------------------------------------------------
+
+    def plan(self, now: float, propose: ProposeFn | None = None) -> StepPlan:
+        """The next step. Sequences in it have blocks for every token they compute."""
+        self.pool.drop_pins(now)
+        plan = StepPlan()
+        prefills = self._prefill_candidates(now)
+        decodes = [s for s in self.running if s.num_uncomputed_tokens == 1]
+        if prefills and (best := min(s.request.priority for s in prefills)) is not None:
+            paused = [
+                s for s in decodes if s.request.priority > best and now - s.last_scheduled < _LONGEST_PAUSE_S
+            ]
+            if paused and self._can_start(prefills, best):
+                decodes = [s for s in decodes if s not in paused]
+        drafts: list[list[int]] = [[] for _ in decodes]
+        if propose is not None and decodes:
+            drafts = propose(decodes, self._max_tokens - len(decodes))
+        self._plan_decodes(plan, decodes, drafts)
+        self._plan_prefills(plan, prefills, now)
+        if not plan.items and (self.waiting or self.running):
+            # Everything is blocked by pins: they yield, since the pool holds any single request by itself.
+            if self.pool.drop_one_pin():
+                return self.plan(now, propose)
+        for item in plan.items:
+            item.seq.last_scheduled = now
+            if item.seq.first_scheduled is None:
+                item.seq.first_scheduled = now
+        return plan
+
+    def _plan_decodes(self, plan: StepPlan, decodes: list[Sequence], drafts: list[list[int]]) -> None:
+        # In order of age, so that the victims of preemption are the young ones at the end.
+        order = sorted(range(len(decodes)), key=lambda i: (decodes[i].request.priority, decodes[i].arrival))
+        for i in order:
+            seq, draft = decodes[i], drafts[i]
+            if not self._is_running(seq):
+                continue  # preempted by an older one a moment ago
+            if draft and not self._fits_without_preemption(seq, 1 + len(draft)):
+                draft = []
+            if self._ensure_blocks(seq, 1 + len(draft), plan):
+                plan.add(Scheduled(seq, 1, draft))
+
+    def _plan_prefills(self, plan: StepPlan, candidates: list[Sequence], now: float) -> None:
+        decoding = plan.num_tokens > 0
+        chunked = self.config.enable_chunked_prefill
+        limit = self._max_tokens
+        if chunked and decoding and self.config.itl_target_ms:
+            allowed = self.costs.most_tokens(self.config.itl_target_ms / 1e3)
+            limit = min(limit, max(allowed, plan.num_tokens + self.pool.block_size))
+        finishing = 0
+        short_of_blocks = False
+        pending: set[bytes] = set()
+        for position, seq in enumerate(candidates):
+            waiting = not self._is_running(seq)
+            if waiting and len(self.running) >= self.config.max_num_seqs and not self._yield_slot(seq, plan):
+                continue
+            matched: list[int] = []
+            if waiting:
+                matched = self._match(seq)
+                need = seq_blocks(len(seq.token_ids) + 1, self.pool.block_size) - len(matched)
+                if short_of_blocks or need > self.pool.num_free - self.pool.num_evictable(matched):
+                    # Strict order: nobody smaller takes the blocks that the head waits for. Those that already
+                    # have theirs go on.
+                    short_of_blocks = True
+                    continue
+            todo = len(seq.token_ids) - (
+                len(matched) * self.pool.block_size if waiting else seq.num_computed_tokens
+            )
+            left = limit - plan.num_tokens
+            take = todo
+            if finishing and not self._joins(
+                plan, seq, todo, pending, finishing, len(candidates) - position - 1
+            ):
+                break
+            if todo > left:
+                if chunked:
+                    if left <= 0 or finishing:
+                        break
+                    take = left
+                elif plan.num_prefills:
+                    break
+            if waiting:
+                self._admit(seq, matched)
+            if not self._ensure_blocks(seq, take, plan):
+                break
+            plan.add(Scheduled(seq, take))
+            plan.num_prefills += 1
+            finishing += take == todo
+            if self.config.enable_prefix_caching:
+                pending.update(
+                    seq.extend_hashes(self.pool.block_size)[seq.num_computed_tokens // self.pool.block_size :]
+                )
+            if plan.num_tokens >= limit:
+                break
+
+    def _joins(
+        self, plan: StepPlan, seq: Sequence, todo: int, pending: set[bytes], finishing: int, behind: int
+    ) -> bool:
+        """Whether a prefill of `todo` tokens joins the step or waits for the next one.
+
+        Joining makes the `finishing` sequences already in the step later by the tokens' marginal cost; it spares
+        the newcomer, and everybody behind it, a step of its own. Waiting also lets it read the prefix that this
+        step computes: of a burst of requests with one system prompt, only the first computes it.
+        """
+        shared = 0
+        size = self.pool.block_size
+        for h in seq.extend_hashes(size)[seq.num_computed_tokens // size :] if pending else ():
+            if h not in pending:
+                break
+            shared += size
+        shared = min(shared, todo - 1)
+        alone = self.costs.predict(plan.num_tokens)
+        together = self.costs.predict(plan.num_tokens + todo)
+        own_step = self.costs.predict(todo - shared)
+        delay = (together - alone) * finishing
+        gain = (alone + own_step - together) * (1 + behind)
+        return delay <= gain
+
+    # -- order ----------------------------------------------------------------------------------------------
+
+    def _prefill_candidates(self, now: float) -> list[Sequence]:
+        candidates = [s for s in self.running if s.num_uncomputed_tokens > 1]
+        candidates += self.waiting
+        if len(candidates) > 1:
+            if self.config.scheduling_policy == "fcfs":
+                candidates.sort(key=lambda s: s.arrival)
+            else:
+                candidates.sort(key=lambda s: self._urgency(s, now))
+        return candidates
+
+    def _urgency(self, seq: Sequence, now: float) -> tuple[float, ...]:
+        """Sort key: priority class; then the overdue beyond the age bound, by age; then those that can still meet
+        their deadline, by slack in buckets of one step and within a bucket by fewest uncached tokens; then those
+        without a deadline or past hope."""
+        todo = seq.num_uncomputed_tokens
+        if not self._is_running(seq):
+            todo -= min(len(self._match(seq)) * self.pool.block_size, todo - 1)
+        predicted = self.costs.predict(todo)
+        priority = seq.request.priority
+        late_since = seq.arrival if seq.deadline is None else seq.deadline
+        if now - late_since > self.config.max_waiting_s:
+            return (priority, 0, seq.arrival, 0)
+        if seq.deadline is None:
+            return (priority, 1, seq.arrival + _AGE_BIAS * predicted, 0)
+        slack = seq.deadline - now - predicted
+        if slack < 0:
+            return (priority, 2, todo, seq.arrival)
+        bucket = int(slack / max(predicted, self.costs.predict(1)))
+        return (priority, 1, bucket, todo)
+
+    def _can_start(self, prefills: list[Sequence], best: int) -> bool:
+        """Whether a prefill of the best class will really run in this step (else nobody should pause for it)."""
+        head = next(s for s in prefills if s.request.priority == best)
+        if self._is_running(head):
+            return True
+        matched = self._match(head)
+        need = seq_blocks(len(head.token_ids) + 1, self.pool.block_size) - len(matched)
+        return need <= self.pool.num_free - self.pool.num_evictable(matched)
+
+    def _yield_slot(self, seq: Sequence, plan: StepPlan) -> bool:
+        """With all slots taken, a running sequence of a worse class that is not in the plan makes way."""
+        if self.config.scheduling_policy == "fcfs":
+            return False
+        planned = {id(item.seq) for item in plan.items}
+        worse = [
+            s for s in self.running if s.request.priority > seq.request.priority and id(s) not in planned
+        ]
+        if not worse:
+            return False
+        self._preempt(max(worse, key=lambda s: (s.request.priority, s.arrival)))
+        return True
+
+    # -- blocks ---------------------------------------------------------------------------------------------
+
+    def _is_running(self, seq: Sequence) -> bool:
+        return bool(seq.block_table)
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Cached blocks of the sequence's prefix. At least one token is left to compute."""
+        if not self.config.enable_prefix_caching:
+            return []
+        most = seq.max_prefix_read // self.pool.block_size
+        return self.pool.match(seq.extend_hashes(self.pool.block_size)[:most]) if most else []
+
+    def _admit(self, seq: Sequence, matched: list[int]) -> None:
+        """waiting -> running: takes the matched blocks and fresh ones for the rest of the known tokens."""
+        size = self.pool.block_size
+        self.pool.acquire(matched)
+        seq.block_table = list(matched)
+        seq.num_computed_tokens = len(matched) * size
+        seq.num_registered_blocks = len(matched)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            if self.config.enable_prefix_caching:
+                self.prefix_queries += seq.num_prompt_tokens
+                self.prefix_hits += seq.num_cached_tokens
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        self._grow(seq, len(seq.token_ids))
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> None:
+        """Blocks for `num_tokens` positions in all. Raises OutOfBlocks."""
+        size = self.pool.block_size
+        missing = seq_blocks(num_tokens, size) - len(seq.block_table)
+        if missing > 0:
+            # Room for the whole known sequence and a good part of its answer, so that its blocks stay neighbours.
+            final = len(seq.token_ids) + min(seq.request.sampling.max_tokens - seq.num_output_tokens, 256)
+            room = max(0, seq_blocks(final, size) - len(seq.block_table) - missing)
+            after = seq.block_table[-1] if seq.block_table else None
+            seq.block_table += self.pool.allocate(missing, after=after, room=room)
+
+    def _fits_without_preemption(self, seq: Sequence, count: int) -> bool:
+        missing = seq_blocks(seq.num_computed_tokens + count, self.pool.block_size) - len(seq.block_table)
+        return missing <= self.pool.num_free
+
+    def _ensure_blocks(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
+        """Blocks for the next `count` tokens, by preempting younger or less important sequences if need be.
+        False if `seq` itself had to go."""
+        while True:
+            try:
+                self._grow(seq, seq.num_computed_tokens + count)
+                return True
+            except OutOfBlocks:
+                planned = {id(item.seq) for item in plan.items}
+                others = [s for s in self.running if id(s) not in planned and s is not seq]
+                victim = max([*others, seq], key=lambda s: (s.request.priority, s.arrival))
+                self._preempt(victim)
+                if victim is seq:
+                    return False
+
+    def _preempt(self, seq: Sequence) -> None:
+        """running -> waiting. Its blocks stay cached as long as nobody needs them; the rest is recomputed."""
+        self.running.remove(seq)
+        self._release(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.append(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_table)
+        seq.block_table = []
+        seq.num_computed_tokens = 0
+        seq.num_registered_blocks = 0
+
+    def register_computed(self, seq: Sequence) -> None:
+        """After a step: full blocks of computed, known tokens become findable. Rejected drafts never are."""
+        if not self.config.enable_prefix_caching:
+            return
+        size = self.pool.block_size
+        full = seq.num_computed_tokens // size
+        if full > seq.num_registered_blocks:
+            hashes = seq.extend_hashes(size)
+            for i in range(seq.num_registered_blocks, full):
+                self.pool.register(seq.block_table[i], hashes[i])
+            seq.num_registered_blocks = full
+
+
+def seq_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks that `num_tokens` positions need."""
+    return -(-num_tokens // block_size)

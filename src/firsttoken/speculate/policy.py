@@ -1,0 +1,89 @@
+"""How many tokens to draft: the γ with the most expected tokens per second, 0 included.
+
+With a_i the chance that the i-th draft stands given that those before it did, a draft of γ tokens yields
+1 + a_1 + a_1 a_2 + … tokens on average (Leviathan et al., 2023), and costs what a step of that many rows costs
+plus the drafting. Both are measured while serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from firsttoken.engine.costs import CostModel
+
+_PRIOR_TRIES = 4.0
+"""The prior acceptance weighs as much as this many observed drafts."""
+_MEMORY = 512.0
+"""Observations per position beyond which old ones fade."""
+
+
+class Acceptance:
+    """Running acceptance per draft position, conditional on the positions before it."""
+
+    def __init__(self, positions: int, prior: float = 0.5) -> None:
+        self._tries = [_PRIOR_TRIES] * positions
+        self._hits = [_PRIOR_TRIES * prior] * positions
+        self.num_observed = 0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """One verified draft: positions after the first rejection say nothing."""
+        self.num_observed += 1
+        for i in range(min(num_drafted, num_accepted + 1, len(self._tries))):
+            self._tries[i] += 1
+            self._hits[i] += i < num_accepted
+            if self._tries[i] > _MEMORY:
+                self._tries[i] /= 2
+                self._hits[i] /= 2
+
+    def rate(self, position: int) -> float:
+        """Chance that draft `position` (0 first) stands if all before it did."""
+        return self._hits[position] / self._tries[position]
+
+    def expected_tokens(self, gamma: int) -> float:
+        """Tokens per verification of a draft of `gamma` tokens, the bonus token included."""
+        total = chance = 1.0
+        for i in range(gamma):
+            chance *= self.rate(i)
+            total += chance
+        return total
+
+
+@dataclass(slots=True, frozen=True)
+class Choice:
+    """A choice of γ and what it is expected to bring."""
+
+    gamma: int
+    speedup: float
+    """Expected tokens per second over those without drafts, at the best γ above 0 (even if 0 was chosen)."""
+    best_gamma: int
+    """That γ."""
+
+
+def choose_gamma(
+    acceptance: Acceptance,
+    costs: CostModel,
+    draft_lengths: Seq[int],
+    *,
+    draft_seconds_per_token: float = 0.0,
+    fixed_seconds: float = 0.0,
+) -> Choice:
+    """The γ for one step over sequences that could be drafted for.
+
+    draft_lengths: for each decoding sequence, the most tokens its drafter offers (0: none).
+    draft_seconds_per_token: cost of one drafting pass for the whole batch.
+    fixed_seconds: cost of a verification over a plain step that the cost model does not know.
+    Ties go to the smaller γ.
+    """
+    count = len(draft_lengths)
+    base = costs.predict(count)
+    plain = count / base
+    best = Choice(0, 0.0, 0)
+    for gamma in range(1, max(draft_lengths, default=0) + 1):
+        rows = count + sum(min(gamma, n) for n in draft_lengths)
+        seconds = costs.predict(rows) + fixed_seconds + gamma * draft_seconds_per_token
+        tokens = sum(acceptance.expected_tokens(min(gamma, n)) for n in draft_lengths)
+        speedup = tokens / seconds / plain
+        if speedup > best.speedup * (1 + 1e-9):
+            best = Choice(gamma, speedup, gamma)
+    return best if best.speedup > 1.0 else Choice(0, best.speedup, best.best_gamma)

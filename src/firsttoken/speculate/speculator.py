@@ -1,0 +1,104 @@
+"""Drafter + policy: what the engine asks for drafts, and the words for why there are some or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from firsttoken.engine.config import ConfigError, EngineConfig
+from firsttoken.engine.costs import CostModel
+from firsttoken.engine.sequence import Sequence
+from firsttoken.speculate.ngram import NgramDrafter
+from firsttoken.speculate.policy import Acceptance, Choice, choose_gamma
+
+_DEFAULT_GAMMA = 5
+_PROBE_EVERY = 32
+"""With drafts unprofitable, every so many steps that had one to offer a step drafts anyway: texts change."""
+_ADVANTAGE = 1.02
+"""`auto` drafts only above this predicted speed-up: below, the prediction's own error decides."""
+
+
+class Speculator:
+    """Implements `engine.engine.Speculator` for drafters on the host."""
+
+    def __init__(self, drafter: NgramDrafter, costs: CostModel, *, max_gamma: int, always: bool) -> None:
+        self.drafter = drafter
+        self.max_gamma = max_gamma
+        self._costs = costs
+        self._always = always
+        self._acceptance = Acceptance(max_gamma)
+        self._choice = Choice(0, 0.0, 0)
+        self._unprofitable = 0
+        self._drafted = self._accepted = 0
+
+    def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
+        drafts = [self._offer(seq) for seq in seqs]
+        lengths = [len(d) for d in drafts]
+        if not any(lengths):
+            return drafts
+        gamma = self._gamma(lengths)
+        cut: list[list[int]] = []
+        for draft in drafts:
+            kept = draft[: min(gamma, budget)]
+            budget -= len(kept)
+            cut.append(kept)
+        return cut
+
+    def observe(self, seq: Sequence, drafts: list[int], num_accepted: int) -> None:
+        self._acceptance.observe(len(drafts), num_accepted)
+        self._drafted += len(drafts)
+        self._accepted += num_accepted
+
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        """The engine's cost model has seen the step already."""
+
+    def forget(self, seq: Sequence) -> None:
+        self.drafter.forget(seq)
+
+    def describe(self) -> dict[str, Any]:
+        choice, seen = self._choice, self._acceptance.num_observed
+        rate = self._accepted / self._drafted if self._drafted else None
+        if self._always:
+            reason = f"always on, γ {self.max_gamma}"
+        elif not seen:
+            reason = "nothing drafted yet"
+        else:
+            expected = self._acceptance.expected_tokens(max(choice.best_gamma, 1))
+            verdict = "drafting pays" if choice.gamma else "not drafting"
+            reason = (
+                f"{verdict}: {expected:.2f} tokens expected per step at γ {max(choice.best_gamma, 1)},"
+                f" predicted speed-up {choice.speedup:.2f}"
+            )
+        return {
+            "active": self._always or choice.gamma > 0,
+            "drafter": "ngram",
+            "gamma": self.max_gamma if self._always else choice.gamma,
+            "acceptance_rate": rate,
+            "predicted_speedup": choice.speedup or None,
+            "reason": reason,
+        }
+
+    def _offer(self, seq: Sequence) -> list[int]:
+        """The drafter's best offer for one sequence; never past the end of its answer."""
+        room = seq.request.sampling.max_tokens - seq.num_output_tokens - 1
+        count = min(self.max_gamma, room)
+        if count <= 0 or not seq.request.speculate:
+            return []
+        return self.drafter.propose(seq, count)
+
+    def _gamma(self, lengths: list[int]) -> int:
+        if self._always:
+            return self.max_gamma
+        self._choice = choose_gamma(self._acceptance, self._costs, lengths)
+        if self._choice.gamma and self._choice.speedup >= _ADVANTAGE:
+            return self._choice.gamma
+        self._choice = Choice(0, self._choice.speedup, self._choice.best_gamma)
+        self._unprofitable += 1
+        return self._choice.best_gamma if self._unprofitable % _PROBE_EVERY == 0 else 0
+
+
+def make_speculator(config: EngineConfig, costs: CostModel) -> Speculator | None:
+    """The drafter that the settings name. Raises ConfigError for one that does not exist."""
+    if config.draft not in (None, "ngram"):
+        raise ConfigError(f"--draft {config.draft!r} is not a drafter; these are: ngram, none")
+    gamma = config.num_speculative_tokens or _DEFAULT_GAMMA
+    return Speculator(NgramDrafter(), costs, max_gamma=gamma, always=config.speculation == "always")
