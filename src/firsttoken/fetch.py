@@ -208,9 +208,13 @@ def workplace(name: str) -> Iterator[tuple[Path, Path]]:
                 say(f"{folder} is damaged: fetching {name} again")
                 shutil.rmtree(partial / "folder", ignore_errors=True)
                 folder.rename(partial / "folder")
-            yield folder, partial
-            if folder.exists():
-                shutil.rmtree(partial)
+            try:
+                yield folder, partial
+            finally:
+                if folder.exists():
+                    shutil.rmtree(partial)
+                with contextlib.suppress(OSError):
+                    partial.rmdir()  # nothing was begun, as for a mistyped name
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ConfigError(

@@ -170,7 +170,8 @@ def rotate_half_order(weight: np.ndarray, num_heads: int) -> np.ndarray:
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
     """float32 → the bits of bfloat16 (uint16), rounded to nearest even. The values are finite."""
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded: np.ndarray = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.astype("<u2")
 
 
 def write_weights(

@@ -56,6 +56,14 @@ def underscores_to_hyphens(name: str) -> str:
     return name.replace("_", "-")
 
 
+def plain(command: Any) -> Any:
+    """The command, with help as plain text: Typer's tables cut long flag names off at 80 columns."""
+    command.rich_markup_mode = None
+    for child in getattr(command, "commands", {}).values():
+        plain(child)
+    return command
+
+
 class LazyGroup(TyperGroup):
     """A group that knows its commands by name and summary, and imports one only to run it."""
 
@@ -70,7 +78,7 @@ class LazyGroup(TyperGroup):
         app = typer.Typer(add_completion=False)
         importlib.import_module(f"firsttoken.cli.{name}").register(app)
         app.callback()(lambda: None)  # so that Typer keeps a lone command inside a group
-        self.commands[name] = typer.main.get_group(app).commands[name]
+        self.commands[name] = plain(typer.main.get_group(app).commands[name])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in self.commands:
@@ -91,6 +99,7 @@ app = typer.Typer(
     cls=LazyGroup,
     name="firsttoken",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"token_normalize_func": underscores_to_hyphens, "help_option_names": ["-h", "--help"]},
 )
