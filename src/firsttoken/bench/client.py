@@ -10,13 +10,16 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from firsttoken.bench.metrics import percentile
 from firsttoken.bench.stamped_http import Answer, Http, Unreachable, clock
+from firsttoken.engine.config import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +144,7 @@ class Client:
             raise Refused(200, f"{method} {path}: the answer is not JSON") from None
 
 
-class Refused(Exception):
+class Refused(ConfigError):
     """A side route answered with an error; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str):
@@ -321,3 +324,13 @@ async def watch_client(every: float = 0.01) -> AsyncIterator[ClientHealth]:
         health.cpu_share = (time.thread_time() - cpu) / wall if wall > 0 else None
         health.lag_p50, health.lag_p99 = percentile(lags, 50), percentile(lags, 99)
         health.lag_max = max(lags, default=None)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a benchmark's coroutine on the fastest event loop there is; Ctrl-C cancels it in good order."""
+    try:
+        import uvloop
+    except ImportError:  # not on this platform
+        return asyncio.run(work)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)

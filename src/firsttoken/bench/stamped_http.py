@@ -11,15 +11,18 @@ import asyncio
 import ssl
 import time
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from firsttoken.engine.config import ConfigError
 
 clock = time.perf_counter
 """The clock of every stamp: monotonic, in seconds, with an arbitrary origin."""
 
 
-class Unreachable(Exception):
+class Unreachable(ConfigError):
     """No HTTP answer could be had; the message is one line that says why."""
 
 
@@ -57,8 +60,7 @@ class _Connection(asyncio.Protocol):
         self.keep = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its bases
 
     def start(self, head_and_body: bytes, connect: float) -> asyncio.Future[None]:
         assert self.transport is not None

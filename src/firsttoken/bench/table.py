@@ -1,0 +1,83 @@
+"""The stages as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from firsttoken.bench.metrics import METRICS, Spread
+from firsttoken.bench.stages import BF16_NOTE, IDLE_SERVER_NOTE, Row
+from firsttoken.bench.stages_run import StagesReport
+
+
+def render(report: StagesReport) -> RenderableType:
+    parts: list[RenderableType] = []
+    for concurrency in report.plan.concurrency:
+        rows = [row for row in report.rows if row.concurrency == concurrency]
+        users = "1 user" if concurrency == 1 else f"{concurrency} users at once"
+        parts += [Text(f"\n{users}", style="bold"), _table(rows), *_remarks(rows)]
+    parts.append(Text(""))
+    if report.headline:
+        parts.append(Text(f"Time to first token, p50. {report.headline}.", style="bold"))
+    parts += [Text(note, style="dim") for note in footnotes(report)]
+    return Group(*parts)
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "stage"):
+        table.add_column(name)
+    for name in ("TTFT p50", "p95", "TPOT", "tok/s", "busy", "cache hits", "accepted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("", "", "ms", "ms", "ms", "", "%", "%", "%", style="dim")
+    for row in rows:
+        if row.invalid:
+            table.add_row(row.stage, row.title, "[bold red]INVALID[/]", *[""] * 6)
+            continue
+        p95 = "–" if row.ttft_p95 is None else f"{row.ttft_p95:.0f}"
+        figures = [pm(row.ttft_p50, 1), p95, pm(row.tpot, 1), pm(row.rate, 1)]
+        figures += [pm(row.utilisation, 0), pm(row.hit_rate, 0), pm(row.acceptance, 0)]
+        table.add_row(row.stage, row.title, *figures, style="dim" if row.untrusted else "")
+    return table
+
+
+def pm(value: Spread | None, digits: int) -> str:
+    """median ± MAD, a dash for no value."""
+    return "–" if value is None else f"{value.median:.{digits}f} ± {value.mad:.{digits}f}"
+
+
+def _remarks(rows: list[Row]) -> Iterator[RenderableType]:
+    for row in rows:
+        if row.invalid:
+            yield Padding(Text(f"{row.stage} is INVALID: {row.invalid}", style="red"), (0, 0, 0, 2))
+        elif row.untrusted:
+            yield Padding(Text(f"{row.stage}: no verdict: {row.untrusted}", style="yellow"), (0, 0, 0, 2))
+        if row.note:
+            yield Padding(Text(f"{row.stage}: {row.note}", style="dim"), (0, 0, 0, 2))
+
+
+def texts_note(report: StagesReport) -> str:
+    """Whether the optimisations changed any text."""
+    pairs = [row.same_texts for row in report.rows if row.same_texts]
+    equal, compared = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    if not compared:
+        return "No texts could be compared with stage 0."
+    note = f"{equal} of {compared} greedy texts are equal to those of stage 0."
+    dtype = report.server.get("dtype")
+    return note if equal == compared or dtype == "float32" else f"{note} {BF16_NOTE}"
+
+
+def footnotes(report: StagesReport) -> list[str]:
+    plan = report.plan
+    return [
+        f"median ± MAD of {plan.repeats} repeats in random order; requests per trial:"
+        f" {plan.requests_words()}; each of {plan.max_tokens} tokens after about {report.premises.get('shared_tokens')} shared prompt tokens;"
+        f" p95 over all repeats together. TTFT: {METRICS['ttft'].formula}."
+        f" TPOT: {METRICS['tpot'].formula}. busy: {METRICS['utilisation'].formula}.",
+        texts_note(report),
+        IDLE_SERVER_NOTE,
+    ]
