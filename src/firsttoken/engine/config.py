@@ -7,7 +7,10 @@ from typing import Any, Literal
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
-    """A dataclass field that carries its help text; `firsttoken.config` turns it into a flag, key and variable."""
+    """A dataclass field that carries its help text; `firsttoken.config` turns it into a flag, key and variable.
+
+    `extra`: `flag` (another name, or False for none), `unit` ("ms", "s": a duration), `min` and `max`.
+    """
     return field(default=default, metadata={"help": help, **extra})
 
 
@@ -22,19 +25,21 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: cuda if there is a GPU, else cpu.")
     max_model_len: int | None = setting(
-        None, "Longest prompt + output, in tokens. Default: the model's own limit."
+        None, "Longest prompt + output, in tokens. Default: the model's own limit.", min=1
     )
-    max_num_seqs: int = setting(64, "Most sequences in one step.")
+    max_num_seqs: int = setting(64, "Most sequences in one step.", min=1)
     max_num_batched_tokens: int | None = setting(
-        None, "Most tokens computed in one step. Default: 8192 on a GPU, 2048 on a CPU."
+        None, "Most tokens computed in one step. Default: 8192 on a GPU, 2048 on a CPU.", min=1
     )
-    block_size: int = setting(16, "Tokens per KV block; prefixes are shared in whole blocks.")
+    block_size: int = setting(16, "Tokens per KV block; prefixes are shared in whole blocks.", min=1)
     kv_cache_memory: str | None = setting(
         None,
         "Memory for the KV cache, as 2GiB or 500MB. Default: 1GiB on a CPU (less if that holds all that"
         " max_num_seqs sequences can use), on a GPU what gpu_memory_utilization leaves.",
     )
-    gpu_memory_utilization: float = setting(0.92, "Share of the GPU's memory that the engine may use.")
+    gpu_memory_utilization: float = setting(
+        0.92, "Share of the GPU's memory that the engine may use.", min=0.01, max=1
+    )
     enable_prefix_caching: bool = setting(True, "Share the KV of equal prefixes between requests.")
     enable_chunked_prefill: bool = setting(
         True,
@@ -49,26 +54,31 @@ class EngineConfig:
         "Limit for the time to first token, as 500ms or 1.5s; orders admission.",
         flag="ttft-slo",
         unit="ms",
+        min=0,
     )
     itl_target_ms: float | None = setting(
         None,
         "Target for the gap between tokens, as 50ms: prefill chunks are sized to keep it.",
         flag="itl-target",
         unit="ms",
+        min=0,
     )
     max_waiting_s: float = setting(
-        30.0, "Age bound: a request that has waited this long goes before all others of its priority."
+        30.0, "Age bound: a request that has waited this long goes before all others of its priority.", min=0
     )
     seed: int = setting(0, "Seed from which requests without one draw theirs.")
     num_threads: int | None = setting(
-        None, "CPU threads of the engine. Default: the cores this process may use."
+        None, "CPU threads of the engine. Default: the cores this process may use.", min=1
     )
     draft: str | None = setting(
         None,
         "Drafter for speculation: a draft's folder, ngram, or none. Default: the model's own draft, else ngram.",
     )
     num_speculative_tokens: int | None = setting(
-        None, "Most tokens drafted per step (γ). Default: chosen per step.", flag="num-speculative-tokens"
+        None,
+        "Most tokens drafted per step (γ). Default: chosen per step.",
+        flag="num-speculative-tokens",
+        min=0,
     )
     speculation: Literal["auto", "always", "off"] = setting(
         "auto", "auto: speculate only where measured acceptance and step costs predict a gain."
