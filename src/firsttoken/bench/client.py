@@ -57,7 +57,8 @@ class Record:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     server: dict[str, float] = field(default_factory=dict)
-    """Where the server says the time went, in seconds: queue, prefill, first_decode."""
+    """Where the server says the time went, in seconds by name: queue, prefill, first_decode, …"""
+    drafts: int | None = None
     drafted: int | None = None
     accepted: int | None = None
 
@@ -203,20 +204,18 @@ def _read_event(event: dict[str, Any], at: float, record: Record) -> None:
         record.prompt_tokens = usage.get("prompt_tokens")
         record.completion_tokens = usage.get("completion_tokens")
         record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    _read_server_extras(event, usage or {}, record)
+        _read_server_extras(usage, record)
 
 
-def _read_server_extras(event: dict[str, Any], usage: dict[str, Any], record: Record) -> None:
-    """What firsttoken's own server adds to the final usage: timing in ms, drafted and accepted tokens."""
-    timing = usage.get("timing") or event.get("timing") or {}
-    for name in ("queue", "prefill", "first_decode"):
-        value = timing.get(f"{name}_ms")
-        if value is not None:
-            record.server[name] = value / 1e3
-    details = usage.get("completion_tokens_details") or {}
-    accepted, rejected = details.get("accepted_prediction_tokens"), details.get("rejected_prediction_tokens")
-    if accepted is not None and rejected is not None:
-        record.accepted, record.drafted = accepted, accepted + rejected
+def _read_server_extras(usage: dict[str, Any], record: Record) -> None:
+    """What firsttoken's own server adds to the final usage: `timing` in ms, and `speculation` in tokens."""
+    for name, value in (usage.get("timing") or {}).items():
+        if name.endswith("_ms") and value is not None:
+            record.server[name.removesuffix("_ms")] = value / 1e3
+    speculation = usage.get("speculation") or {}
+    record.drafts = speculation.get("drafts")
+    record.drafted = speculation.get("drafted_tokens")
+    record.accepted = speculation.get("accepted_tokens")
 
 
 def sse_events(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:

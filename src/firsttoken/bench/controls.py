@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from firsttoken.bench.client import Client, Refused
+from firsttoken.bench.stamped_http import clock
 from firsttoken.engine.config import ConfigError
 
 COUNTERS = {
@@ -42,18 +44,24 @@ class Controls:
             ) from None
 
     async def reconfigure(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Changes run-time settings, returns all in effect. Raises ConfigError with the server's reason."""
-        try:
-            self._keep(await self.client.post_json("/reconfigure", changes))
-        except Refused as error:
-            raise ConfigError(f"the server refused {changes}: {error}") from None
+        """Changes run-time settings; returns all in effect. Raises Refused with the server's words."""
+        self._keep(await self._when_idle("/reconfigure", changes))
         return self.settings
 
     async def reset_prefix_cache(self) -> None:
-        try:
-            await self.client.post_json("/reset_prefix_cache")
-        except Refused as error:
-            raise ConfigError(f"the server did not reset its prefix cache: {error}") from None
+        await self._when_idle("/reset_prefix_cache")
+
+    async def _when_idle(self, path: str, data: Any = None, patience: float = 5.0) -> Any:
+        """Posts, again and again for `patience` seconds while the server says that requests run: the step that
+        ends the last one may still be under way."""
+        limit = clock() + patience
+        while True:
+            try:
+                return await self.client.post_json(path, data)
+            except Refused as error:
+                if error.status != 409 or clock() > limit:
+                    raise
+            await asyncio.sleep(0.02)
 
     async def speculation(self) -> dict[str, Any]:
         """What the server says of speculation: whether it is on, γ, and the reason."""

@@ -143,7 +143,7 @@ def hit_rate(trial: Any) -> float | None:
     pairs = [(r.cached_tokens, r.prompt_tokens) for r in trial.records if r.ok]
     if not pairs or any(cached is None or not prompt for cached, prompt in pairs):
         return None
-    return 100.0 * sum(cached for cached, _ in pairs) / sum(prompt for _, prompt in pairs)
+    return float(100 * sum(cached for cached, _ in pairs) / sum(prompt for _, prompt in pairs))
 
 
 @metric("acceptance rate", "%")

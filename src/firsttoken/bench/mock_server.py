@@ -44,9 +44,14 @@ def seconds(text: str) -> float:
 
 class MockServer:
     def __init__(
-        self, behaviour: Behaviour, model: str = "mock", api_key: str | None = None, slots: int = 64
+        self,
+        behaviour: Behaviour,
+        model: str = "mock",
+        api_key: str | None = None,
+        slots: int = 64,
+        deaf: bool = False,
     ):
-        self.behaviour, self.model, self.api_key = behaviour, model, api_key
+        self.behaviour, self.model, self.api_key, self.deaf = behaviour, model, api_key, deaf
         self.settings: dict[str, Any] = {
             "max_num_seqs": slots,
             "max_num_batched_tokens": 2048,
@@ -202,6 +207,7 @@ class MockServer:
             "completion_tokens": wanted,
             "total_tokens": len(words) + wanted,
             "prompt_tokens_details": {"cached_tokens": seen.cached_tokens},
+            "timing": {f"{name}_ms": round(value, 3) for name, value in timing.items()},
         }
         seen.status = "ok"
         if stream:
@@ -267,6 +273,8 @@ class MockServer:
             return _error(400, f"unknown settings: {', '.join(unknown)}", "invalid_request_error")
         if self.engine.running or self.engine.waiting:
             return _error(409, "requests are running", "conflict")
+        if self.deaf:
+            return _json({"settings": self.settings | changes})
         self.settings.update(changes)
         return _json({"settings": self.settings})
 
@@ -441,6 +449,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", default="mock")
     p.add_argument("--api-key")
     p.add_argument("--slots", type=int, default=64, help="requests served at once; others queue")
+    p.add_argument("--deaf", action="store_true", help="/reconfigure says yes and changes nothing")
     p.add_argument("--ttft", type=seconds, default=0.05, help="as 50ms")
     p.add_argument("--prefill", type=seconds, default=0.0, help="per uncached prompt token, as 500us")
     p.add_argument("--itl", type=seconds, default=0.01)
@@ -457,7 +466,7 @@ def parser() -> argparse.ArgumentParser:
 
 async def serve(args: argparse.Namespace) -> None:
     behaviour = Behaviour(**{k: v for k, v in vars(args).items() if k in Behaviour.__dataclass_fields__})
-    server = MockServer(behaviour, args.model, args.api_key, args.slots)
+    server = MockServer(behaviour, args.model, args.api_key, args.slots, args.deaf)
     # handler_cancellation: a client that leaves is noticed while the handler sleeps, not at its next write.
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None)
     await runner.setup()

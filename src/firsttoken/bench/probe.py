@@ -53,17 +53,32 @@ def summary(record: Record) -> dict[str, Any]:
     }
 
 
-def first_token_parts(record: Record) -> dict[str, float] | None:
-    """Queue and prefill as the server says, and the rest of the TTFT, in ms; None if the server says nothing.
+PARTS = {
+    "tokenise": "prompt template and tokeniser",
+    "queue": "arrived, not yet scheduled",
+    "prefill": "computing the prompt, up to the first token",
+    "server": "the rest inside the server: HTTP, processes, text",
+    "elsewhere": "network and client, and what the server does not account for",
+}
+"""Name → meaning of the parts that a TTFT is made of, in order."""
 
-    The rest is what lies outside the engine: network, HTTP, tokenising, the client."""
-    total = metrics.ttft(record)
-    known = {name: record.server[name] * 1e3 for name in ("queue", "prefill") if name in record.server}
-    if total is None or not known:
+
+def first_token_parts(record: Record) -> dict[str, float] | None:
+    """The parts of the TTFT in ms, as far as the server says; None if it says nothing of them.
+
+    They add up to the TTFT. `first_decode`, the step to the second token, is given beside them."""
+    total, said = metrics.ttft(record), record.server
+    if total is None or not ({"queue", "prefill"} & said.keys()):
         return None
-    parts = known | {"elsewhere": max(0.0, total - sum(known.values()))}
-    if "first_decode" in record.server:
-        parts["first_decode"] = record.server["first_decode"] * 1e3
+    parts: dict[str, float] = {name: said[name] * 1e3 for name in ("queue", "prefill") if name in said}
+    if "tokenize" in said:
+        parts["tokenise"] = (said["tokenize"] + said.get("template", 0.0)) * 1e3
+    if "first_token" in said:
+        parts["server"] = max(0.0, said["first_token"] * 1e3 - sum(parts.values()))
+    parts["elsewhere"] = max(0.0, total - sum(parts.values()))
+    parts = {name: parts[name] for name in PARTS if name in parts}
+    if "first_decode" in said:
+        parts["first_decode"] = said["first_decode"] * 1e3
     return parts
 
 

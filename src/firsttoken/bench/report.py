@@ -116,12 +116,12 @@ def _tables(report: StagesReport) -> Iterator[str]:
     yield f'<div class="aside">{escape(IDLE_SERVER_NOTE)}</div>'
     yield "<dl>"
     for stage in report.stages:
-        yield f"<dt>{escape(stage.key)} · {escape(stage.title)}</dt><dd>{escape(stage.words)}</dd>"
+        yield f"<dt>{_name(stage)}</dt><dd>{escape(stage.words)}</dd>"
     yield "</dl>"
 
 
 def _table_row(row: Row) -> str:
-    key = f'<td class="key"><b>{escape(row.stage)}</b> · {escape(row.title)}</td>'
+    key = f"<td>{_name(row)}</td>"
     remark = row.invalid or row.untrusted or row.note
     css = " ".join(name for name, on in (("invalid", row.invalid), ("has-note", remark)) if on)
     if row.invalid:
@@ -151,7 +151,7 @@ def _distributions(report: StagesReport) -> Iterator[str]:
     axis = LogAxis(min(times), max(times))
     yield "<h2>Every first token</h2>"
     yield (
-        '<p class="soft">Each dot is one request; the bar is the median. The scale is logarithmic:'
+        '<p class="soft">Each dot is one request; the bar is the median of the table. The scale is logarithmic:'
         " equal steps"
         " to the left are equal factors. A median can hide a bad tail, dots cannot.</p>"
     )
@@ -159,8 +159,10 @@ def _distributions(report: StagesReport) -> Iterator[str]:
         yield f"<h3>{_users(concurrency)}</h3>"
         for stage in report.stages:
             trials = [t for t in report.trials if (t.stage, t.concurrency) == (stage.key, concurrency)]
-            if trials:
-                yield _strip(stage, trials, axis)
+            cell = (stage.key, concurrency)
+            row = next((r for r in report.rows if (r.stage, r.concurrency) == cell), None)
+            if trials and row:
+                yield _strip(stage, row, trials, axis)
         ticks = "".join(
             f'<text x="{axis.at(tick):.2f}%" y="12" text-anchor="middle">{_short_ms(tick)}</text>'
             for tick in axis.ticks
@@ -169,9 +171,9 @@ def _distributions(report: StagesReport) -> Iterator[str]:
         yield f'<div class="plot axis"><div class="label"></div>{scale}<div class="value"></div></div>'
 
 
-def _strip(stage: Stage, trials: list[TrialResult], axis: LogAxis) -> str:
+def _strip(stage: Stage, row: Row, trials: list[TrialResult], axis: LogAxis) -> str:
     times = _ttfts(trials)
-    colour = "broken" if any(t.invalid for t in trials) else _colour(stage)
+    colour = "broken" if row.invalid else _colour(stage)
     grid = "".join(
         f'<line class="gridline" x1="{axis.at(t):.2f}%" x2="{axis.at(t):.2f}%" y1="0" y2="34"/>'
         for t in axis.ticks
@@ -181,17 +183,15 @@ def _strip(stage: Stage, trials: list[TrialResult], axis: LogAxis) -> str:
         f"<title>{t:.1f} ms</title></circle>"
         for i, t in enumerate(times)
     )
-    p50, p95 = metrics.percentile(times, 50), metrics.percentile(times, 95)
-    bar = ""
-    value = "–"
-    if p50 is not None and p95 is not None:
-        x = f"{axis.at(p50):.2f}%"
+    bar, value = "", "INVALID" if row.invalid else "–"
+    if row.ttft_p50 and row.ttft_p95 is not None and not row.invalid:
+        x = f"{axis.at(row.ttft_p50.median):.2f}%"
         bar = f'<line class="median {colour}" x1="{x}" x2="{x}" y1="4" y2="30"/>'
-        value = f"<b>{p50:.0f}</b> ms · p95 {p95:.0f}"
-    label = f"{escape(stage.key)} · {escape(stage.title)}"
+        value = f"<b>{row.ttft_p50.median:.0f}</b> ms · p95 {row.ttft_p95:.0f}"
+    label = f"{escape(stage.key)} {escape(stage.title)}"
     described = f'role="img" aria-label="{label}: TTFT of {len(times)} requests"'
     return (
-        f'<div class="plot"><div class="label">{label}</div>'
+        f'<div class="plot"><div class="label">{_name(stage)}</div>'
         f'<svg height="34" {described}>{grid}{dots}{bar}</svg><div class="value num">{value}</div></div>'
     )
 
@@ -204,6 +204,11 @@ def _sway(index: int) -> float:
 def _ttfts(trials: Iterable[TrialResult]) -> list[float]:
     values = (metrics.ttft(record) for trial in trials for record in trial.records)
     return [value for value in values if value is not None]
+
+
+def _name(stage: Stage | Row) -> str:
+    key = stage.key if isinstance(stage, Stage) else stage.stage
+    return f'<b class="key">{escape(key)}</b> {escape(stage.title)}'
 
 
 def _colour(stage: Stage) -> str:
@@ -281,10 +286,10 @@ def _lane(stage: Stage, trial: TrialResult, span: float) -> str:
         for i, record in enumerate(sorted(trial.records, key=lambda r: r.sent))
         if record.ok
     )
-    label = f"{escape(stage.key)} · {escape(stage.title)}"
+    label = f"{escape(stage.key)} {escape(stage.title)}"
     height = math.ceil(pitch * len(trial.records))
     return (
-        f'<div class="lane"><div class="label">{label}'
+        f'<div class="lane"><div class="label">{_name(stage)}'
         f'<div class="small soft num">{trial.wall:.1f} s</div></div>'
         f'<svg height="{height}" role="img" aria-label="{label}: timeline of {len(trial.records)} requests">'
         f"{bars}</svg></div>"
@@ -348,7 +353,7 @@ def _premises(report: StagesReport) -> Iterator[str]:
         why = f" <b>{escape(broken[0].invalid or '')}</b>" if broken else ""
         yield (
             f'<li class="{css}"><span class="mark">{mark}</span><div>'
-            f"{escape(stage.key)} · {escape(stage.title)}: {escape(_premise_words(stage, report))}"
+            f"{_name(stage)}: {escape(_premise_words(stage, report))}"
             f' <span class="soft">({held})</span>{why}</div></li>'
         )
     worst = max((t.health.lag_p99 or 0.0 for t in report.trials), default=0.0)

@@ -73,11 +73,17 @@ def texts_note(report: StagesReport) -> str:
 
 def footnotes(report: StagesReport) -> list[str]:
     plan = report.plan
+    about = (
+        f"median ± MAD of {plan.repeats} repeats in random order; requests per trial: {plan.requests_words()};"
+        f" each of {plan.max_tokens} tokens after about {report.premises.get('shared_tokens')} shared prompt"
+        " tokens; p95 over all repeats together."
+    )
+    formulas = "; ".join(
+        f"{name}: {METRICS[key].formula}"
+        for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("busy", "utilisation"))
+    )
     return [
-        f"median ± MAD of {plan.repeats} repeats in random order; requests per trial:"
-        f" {plan.requests_words()}; each of {plan.max_tokens} tokens after about {report.premises.get('shared_tokens')} shared prompt tokens;"
-        f" p95 over all repeats together. TTFT: {METRICS['ttft'].formula}."
-        f" TPOT: {METRICS['tpot'].formula}. busy: {METRICS['utilisation'].formula}.",
+        f"{about} {formulas}.",
         texts_note(report),
         IDLE_SERVER_NOTE,
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import typer
@@ -10,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from firsttoken.bench import metrics
-from firsttoken.bench.probe import PROMPT, Probe, summary
+from firsttoken.bench.client import run
+from firsttoken.bench.probe import PARTS, PROMPT, Probe, summary
 from firsttoken.bench.probe import probe as send_probe
 
 
@@ -31,7 +31,7 @@ def probe(
     as_json: bool = typer.Option(False, "--json", help="Print JSON with every chunk's time instead."),
 ) -> None:
     """Send one request to a server and say where its time went."""
-    result = asyncio.run(
+    result = run(
         send_probe(
             url,
             model=model,
@@ -97,19 +97,14 @@ def _print_parts(parts: list[dict[str, float]], console: Console) -> None:
         console.print("\n[dim]The server does not say where the first token's time went.[/dim]")
         return
     console.print("\n[bold]Where the first token's time went[/bold]")
-    meaning = {
-        "queue": "arrived, not yet scheduled",
-        "prefill": "computing the prompt, up to the first token",
-        "elsewhere": "network, HTTP, tokenising",
-    }
-    middle = {name: metrics.spread(p.get(name) for p in parts) for name in (*meaning, "first_decode")}
-    total = sum(value.median for name, value in middle.items() if value and name in meaning) or 1.0
+    middle = {name: metrics.spread(p.get(name) for p in parts) for name in (*PARTS, "first_decode")}
+    total = sum(value.median for name, value in middle.items() if value and name in PARTS) or 1.0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column()
     table.add_column(justify="right")
     table.add_column(width=24, style="cyan")
     table.add_column(style="dim")
-    for name, text in meaning.items():
+    for name, text in PARTS.items():
         value = middle[name]
         if value:
             table.add_row(name, f"{value.median:.1f} ms", "█" * round(24 * value.median / total) or "▏", text)
