@@ -40,7 +40,7 @@ COMMANDS = {
     "draft": "Make, check and measure drafts for speculation.",
     "tune": "Find the settings that meet a TTFT limit on this machine.",
     "gateway": "One address before many models: keys, limits, usage, latency.",
-    "up": "Start what a file describes: models and the gateway before them.",
+    "up": "Serve a model behind a gateway, with one command.",
     "keys": "API keys of the gateway.",
     "plans": "Plans of the gateway: what a key may use.",
     "doctor": "Say what is wrong with a server, the evidence, and the flag that mends it.",
