@@ -66,7 +66,7 @@ async def _serve(
 ) -> int:
     began = time.monotonic()
     app = App(config)
-    server = _Server(app, config)
+    server = HttpServer(app, config)
     exit_code = 0
 
     def on_fatal(reason: str) -> None:
@@ -108,7 +108,7 @@ async def start_serving(
     return Serving(backend, text.result(), names, metrics)
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, ended as a service manager expects: the first signal drains, the second ends at once."""
 
     def __init__(self, app: App, config: ServerConfig) -> None:
