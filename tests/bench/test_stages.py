@@ -82,6 +82,7 @@ APART = [record(i * 1.0, 640) for i in range(4)]
     [
         ("0", {"records": [record(0, 0), record(1, 640)]}, "the cache should be off"),
         ("0", {"records": [record(0, None)]}, "does not report cached_tokens"),  # type: ignore[arg-type]
+        ("1", {"records": [record(0, 1280)]}, "1280 of 660 prompt tokens cannot have come"),
         ("0", {"records": [record(0, 0), record(0.1, 0)]}, "2 answers were growing at once"),
         ("0", {"counters": {"drafted": 3.0}}, "3 tokens were drafted"),
         ("0", {"records": []}, "no request was sent"),

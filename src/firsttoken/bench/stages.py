@@ -174,6 +174,10 @@ def _cache(stage: Stage, result: TrialResult, expected: Expected) -> str | None:
     known = [tokens for tokens in cached if tokens is not None]
     if len(known) < len(cached):
         return "the server does not report cached_tokens"
+    impossible = [r for r in result.records if (r.cached_tokens or 0) > (r.prompt_tokens or 0)]
+    if impossible:
+        worst = impossible[0]
+        return f"{worst.cached_tokens} of {worst.prompt_tokens} prompt tokens cannot have come from the cache"
     if not stage.cached and any(known):
         return f"the cache should be off, but up to {max(known)} prompt tokens came from it"
     if stage.cached and min(known) < expected.least_cached:

@@ -262,7 +262,6 @@ class Engine:
             self.speculator.forget(seq)
         output.finish_reason = reason
         output.timing = self._timing(seq)
-        output.num_cached_tokens = seq.num_cached_tokens
         output.num_preemptions = seq.num_preemptions
         output.num_drafts = seq.num_drafts
         output.num_draft_tokens = seq.num_draft_tokens
