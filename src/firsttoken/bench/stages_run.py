@@ -41,9 +41,9 @@ class Plan:
     model: str
     concurrency: tuple[int, ...] = (1, 4)
     repeats: int = 3
-    prompts: int = 6
+    prompts: int = 5
     """Measured requests per trial; at concurrency c at least two for every user."""
-    max_tokens: int = 32
+    max_tokens: int = 24
     seed: int = 0
     server: str = ""
     """The address, or the flags, of the server: part of what must be equal to resume."""
@@ -53,6 +53,9 @@ class Plan:
 
     def requests_words(self) -> str:
         return ", ".join(f"{self.prompts_at(c)} at concurrency {c}" for c in self.concurrency)
+
+    def trials(self) -> int:
+        return len(self.order([stage.key for stage in stages(1)]))
 
     def order(self, keys: Sequence[str]) -> list[tuple[int, str, int]]:
         """(repeat, stage, concurrency) of every trial: a repeat has all of them, in an order of its own."""

@@ -1,4 +1,4 @@
-"""The stages as a table for the terminal."""
+"""The results as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from firsttoken.bench.goodput import GoodputReport
 from firsttoken.bench.metrics import METRICS, Spread
 from firsttoken.bench.stages import BF16_NOTE, IDLE_SERVER_NOTE, Row
 from firsttoken.bench.stages_run import StagesReport
 
 
-def render(report: StagesReport) -> RenderableType:
+def stages(report: StagesReport) -> RenderableType:
     parts: list[RenderableType] = []
     for concurrency in report.plan.concurrency:
         rows = [row for row in report.rows if row.concurrency == concurrency]
@@ -87,3 +88,42 @@ def footnotes(report: StagesReport) -> list[str]:
         texts_note(report),
         IDLE_SERVER_NOTE,
     ]
+
+
+def goodput(report: GoodputReport) -> RenderableType:
+    kinds = [kind.name for kind in report.plan.kinds]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("order of admission")
+    for name in ("goodput", "in time", *kinds, "TTFT p50", "p99", "longest wait", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("", "req/s", "%", *["%"] * len(kinds), "ms", "ms", "ms", "", style="dim")
+    names = {"fcfs": "order of arrival (fcfs)", "deadline": "deadlines"}
+    for row in report.rows:
+        figures = [pm(row.goodput, 2), pm(row.share_met, 0)]
+        figures += [pm(row.share_met_by_kind.get(kind), 0) for kind in kinds]
+        figures += [pm(row.ttft_p50, 0), pm(row.ttft_p99, 0)]
+        wait = "–" if row.longest_wait_ms is None else f"{row.longest_wait_ms:.0f}"
+        table.add_row(names[row.policy], *figures, wait, str(row.failed))
+    plan = report.plan
+    ratio = "cannot be given: in order of arrival nothing came in time"
+    if report.ratio:
+        ratio = f"{report.ratio.median:.2f} ± {report.ratio.mad:.2f}"
+    idle = ", ".join(f"{kind} {ms:.0f} ms" for kind, ms in report.idle_ttft_ms.items())
+    parts: list[RenderableType] = [
+        Text(
+            f"\n{report.rate:.2f} requests/s arrive, {plan.overload:g} times the capacity of"
+            f" {report.capacity:.2f}; limit for the first token: {report.slo_ms:.0f} ms",
+            style="bold",
+        ),
+        table,
+        Text(f"Goodput with deadlines over goodput in order of arrival: {ratio}", style="bold"),
+        Text(
+            f"median ± MAD of {plan.repeats} repeats of {plan.requests} Poisson arrivals, the same under both"
+            " orders, which take turns at random. In time: the first token within the limit, counted from the"
+            f" intended arrival. First token on the idle server: {idle}.",
+            style="dim",
+        ),
+    ]
+    if report.untrusted:
+        parts.append(Text(f"no verdict: {report.untrusted}", style="yellow"))
+    return Group(*parts)

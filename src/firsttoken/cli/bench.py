@@ -5,29 +5,46 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from firsttoken.bench import prompts
-from firsttoken.bench.client import run
+from firsttoken.bench import goodput as bench_goodput
+from firsttoken.bench import prompts, report, table
+from firsttoken.bench.client import Client, run
 from firsttoken.bench.machine import gpus
 from firsttoken.bench.probe import base_url, connect
 from firsttoken.bench.server_process import firsttoken_serve, serve
 from firsttoken.bench.stages import Stage, TrialResult
 from firsttoken.bench.stages_run import Journal, Plan, StagesReport, run_stages
 from firsttoken.bench.stamped_http import Http
-from firsttoken.bench.table import render
+from firsttoken.config import duration
 from firsttoken.engine.config import ConfigError
 from firsttoken.models import home
+
+T = TypeVar("T")
 
 bench = typer.Typer(
     no_args_is_help=True, help="Measure: what each optimisation gives, as a table and a report."
 )
+
+Model = Annotated[
+    str, typer.Argument(help="Model to serve and measure: a folder, a hub id, or a built-in name.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write everything, every request raw, to this file.")
+]
+Url = Annotated[
+    str | None, typer.Option(help="Measure this server, started with --dev-mode, instead of starting one.")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The key of the server at --url.")]
+SERVE_FLAGS = {"allow_extra_args": True}
+"""What stands after `--` goes to `firsttoken serve`."""
 
 
 def register(app: typer.Typer) -> None:
@@ -42,27 +59,24 @@ def _group() -> None:
             signal.signal(getattr(signal, name), lambda *_: signal.raise_signal(signal.SIGINT))
 
 
-@bench.command(context_settings={"allow_extra_args": True})
+@bench.command(context_settings=SERVE_FLAGS)
 def stages(
     ctx: typer.Context,
-    model: str = typer.Argument(help="Model to serve and measure: a folder, a hub id, or a built-in name."),
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything, every trial raw, to this file.")
-    ] = None,
+    model: Model,
+    json_file: JsonFile = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write the report to this file.")] = None,
-    concurrency: str | None = typer.Option(
-        None, help="Users at once, as 1,4. Default: 1,4; with a GPU 1,16,64.", show_default=False
-    ),
-    repeats: int = typer.Option(3, min=3, help="Repeats of every trial."),
-    prompt_count: int = typer.Option(
-        6, "--prompts", min=2, help="Requests per trial; at least two per user."
-    ),
-    max_tokens: int = typer.Option(32, min=2, help="Tokens of every answer."),
-    seed: int = typer.Option(0, help="Orders trials and picks prompts."),
-    url: str | None = typer.Option(
-        None, help="Measure this server, started with --dev-mode, instead of one's own."
-    ),
-    api_key: str | None = typer.Option(None, envvar="OPENAI_API_KEY", help="The key of the server at --url."),
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Users at once, as 1,4. Default: 1,4; with a GPU 1,16,64.", show_default=False),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=3, help="Repeats of every trial.")] = 3,
+    prompt_count: Annotated[
+        int, typer.Option("--prompts", min=2, help="Requests per trial; at least two per user.")
+    ] = 5,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 24,
+    seed: Annotated[int, typer.Option(help="Orders trials and picks prompts.")] = 0,
+    url: Url = None,
+    api_key: ApiKey = None,
 ) -> None:
     """What each optimisation does to the first token, stage by stage.
 
@@ -78,81 +92,145 @@ def stages(
         seed=seed,
         server=url or " ".join(ctx.args),
     )
-    if url and ctx.args:
-        raise ConfigError(
-            "flags after -- are for the server that the benchmark starts; with --url there is none"
-        )
-    for file in (json_file, html_file):
-        if file and not os.access(file.parent if file.parent.exists() else ".", os.W_OK):
-            raise ConfigError(f"cannot write {file}: the folder is not writable")
+    _check_writable(json_file, html_file)
     prompt_set = prompts.load()
     journal = Journal(home() / "bench" / f"stages-{plan.fingerprint(prompt_set)}.jsonl")
     console = Console(highlight=False)
+
+    async def work(client: Client, progress: Progress) -> StagesReport:
+        task = progress.add_task("", total=plan.trials())
+        resumed = len(journal.read())
+        if resumed:
+            progress.console.print(f"[dim]going on after {resumed} trials of an interrupted run[/dim]")
+
+        def begins(stage: Stage, users: int, repeat: int) -> None:
+            what = f"{stage.title}, {users} user{'s' * (users > 1)}, repeat {repeat + 1}"
+            progress.update(task, description=what)
+
+        def done(result: TrialResult) -> None:
+            progress.advance(task)
+            if result.invalid:
+                progress.console.print(f"[red]stage {result.stage} INVALID:[/red] {result.invalid}")
+
+        return await run_stages(client, plan, prompt_set, journal, begins=begins, done=done)
+
+    try:
+        result = _against_server(model, url, api_key, ctx.args, console, work)
+    except BaseException:
+        if journal.read():
+            print("the finished trials are kept; the same command goes on from there", file=sys.stderr)
+        raise
+    console.print(table.stages(result))
+    _write(json_file, result.json, console)
+    _write(html_file, lambda: report.html(result).encode(), console)
+    journal.remove()
+    if any(row.invalid for row in result.rows):
+        raise typer.Exit(1)
+
+
+@bench.command(context_settings=SERVE_FLAGS)
+def goodput(
+    ctx: typer.Context,
+    model: Model,
+    ttft_slo: Annotated[
+        str | None,
+        typer.Option(
+            help="Limit for the first token, as 500ms. Default: twice what the longest prompts take on the"
+            " idle server.",
+            show_default=False,
+        ),
+    ] = None,
+    overload: Annotated[float, typer.Option(min=0.1, help="Arrival rate, in multiples of capacity.")] = 1.3,
+    requests: Annotated[int, typer.Option(min=10, help="Arrivals per trial.")] = 100,
+    repeats: Annotated[int, typer.Option(min=3, help="Repeats; each has arrivals of its own.")] = 3,
+    seed: Annotated[int, typer.Option(help="Draws arrivals and prompts.")] = 0,
+    json_file: JsonFile = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+) -> None:
+    """How many first tokens come in time above capacity: deadlines against order of arrival.
+
+    Measures capacity first, then sends the same Poisson arrivals of mixed prompt lengths under both orders of
+    admission. Flags after -- go to `firsttoken serve`.
+    """
+    plan = bench_goodput.GoodputPlan(
+        model=model,
+        overload=overload,
+        requests=requests,
+        repeats=repeats,
+        ttft_slo_ms=duration(ttft_slo, "ms", "--ttft-slo") if ttft_slo else None,
+        seed=seed,
+    )
+    _check_writable(json_file)
+    console = Console(highlight=False)
+
+    async def work(client: Client, progress: Progress) -> bench_goodput.GoodputReport:
+        task = progress.add_task("", total=bench_goodput.steps(plan), completed=-1)
+
+        def step(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+
+        return await bench_goodput.run_goodput(client, plan, prompts.load(), progress=step)
+
+    result = _against_server(model, url, api_key, ctx.args, console, work)
+    console.print(table.goodput(result))
+    _write(json_file, result.json, console)
+
+
+def _against_server(
+    model: str,
+    url: str | None,
+    api_key: str | None,
+    flags: list[str],
+    console: Console,
+    work: Callable[[Client, Progress], Awaitable[T]],
+) -> T:
+    """Runs `work` against the server at `url`, or against one that is started for it and ended after it."""
+    if url and flags:
+        raise ConfigError(
+            "flags after -- are for the server that the benchmark starts; with --url there is none"
+        )
     with ExitStack() as stack:
-        server = None if url else stack.enter_context(serve(firsttoken_serve(model, ctx.args)))
+        server = None if url else stack.enter_context(serve(firsttoken_serve(model, flags)))
         progress = stack.enter_context(_progress(console))
 
-        async def work() -> StagesReport:
+        async def everything() -> T:
             if server:
                 task = progress.add_task("starting the server", total=None)
                 await server.ready(600)
                 progress.remove_task(task)
             async with Http(server.url if server else base_url(url or "")) as http:
-                client = await connect(http, api_key)
-                return await _stages(client, plan, prompt_set, journal, progress)
+                return await work(await connect(http, api_key), progress)
 
-        try:
-            report = run(work())
-        except BaseException:
-            if journal.path.exists():
-                progress.stop()
-                print("the finished trials are kept; the same command goes on from there", file=sys.stderr)
-            raise
-    console.print(render(report))
-    for file, data in ((json_file, report.json), (html_file, lambda: _html(report))):
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(data())
-            console.print(f"[dim]wrote {file}[/dim]")
-    journal.remove()
-    if any(row.invalid for row in report.rows):
-        raise typer.Exit(1)
-
-
-async def _stages(client, plan, prompt_set, journal, progress) -> StagesReport:  # type: ignore[no-untyped-def]
-    total = len(plan.order([""] * 5))
-    task = progress.add_task("", total=total)
-    resumed = len(journal.read())
-    if resumed:
-        progress.console.print(f"[dim]going on after {resumed} trials of an interrupted run[/dim]")
-
-    def begins(stage: Stage, users: int, repeat: int) -> None:
-        what = f"{stage.title}, {users} user{'s' * (users > 1)}, repeat {repeat + 1}"
-        progress.update(task, description=what)
-
-    def done(result: TrialResult) -> None:
-        progress.advance(task)
-        if result.invalid:
-            progress.console.print(f"[red]stage {result.stage} INVALID:[/red] {result.invalid}")
-
-    return await run_stages(client, plan, prompt_set, journal, begins=begins, done=done)
+        return run(everything())
 
 
 def _progress(console: Console) -> Progress:
-    return Progress(
+    columns = (
         TextColumn("{task.description:<44}"),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
-        transient=True,
     )
+    return Progress(*columns, console=console, transient=True)
 
 
-def _html(report: StagesReport) -> bytes:
-    from firsttoken.bench.report import html
+def _check_writable(*files: Path | None) -> None:
+    """Before minutes of work, not after them."""
+    for file in filter(None, files):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            writable = os.access(file if file.exists() else file.parent, os.W_OK) and not file.is_dir()
+        except OSError:
+            writable = False
+        if not writable:
+            raise ConfigError(f"cannot write {file}: give a file in a folder that you may write to")
 
-    return html(report).encode()
+
+def _write(file: Path | None, content: Callable[[], bytes], console: Console) -> None:
+    if file:
+        file.write_bytes(content())
+        console.print(f"[dim]wrote {file}[/dim]")
 
 
 def _concurrency(text: str | None) -> tuple[int, ...]:
