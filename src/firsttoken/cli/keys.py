@@ -31,6 +31,7 @@ LIMITS = {
     "tpm": typer.Option(None, min=0, help="Tokens in any 60 seconds."),
     "max_concurrency": typer.Option(None, min=0, help="Requests at once; the limit that protects the TTFT."),
     "expires": typer.Option(None, help="When it ends: 2027-01-31, 2027-01-31T12:00Z, or in 12h, 30d."),
+    "unlimited": typer.Option(None, help="A limit to remove, as rpm; repeat for several."),
 }
 
 
@@ -101,11 +102,13 @@ def update(
     tpm: int | None = LIMITS["tpm"],
     max_concurrency: int | None = LIMITS["max_concurrency"],
     expires: str | None = LIMITS["expires"],
-    unlimited: list[str] | None = typer.Option(None, help="A limit to remove, as rpm; repeat for several."),
+    unlimited: list[str] | None = LIMITS["unlimited"],
 ) -> None:
     """Change a key's limits, plan, models or tags."""
     values = _given(models, plan, tags, rpm, tpm, max_concurrency, expires)
-    values |= {{"expires": "expires_at"}.get(limit, limit.replace("-", "_")): None for limit in unlimited or []}
+    values |= {
+        {"expires": "expires_at"}.get(limit, limit.replace("-", "_")): None for limit in unlimited or []
+    }
     if not values:
         raise ConfigError("name what to change, as --rpm 60")
     call("PATCH", f"keys/{segment(name)}", values)

@@ -33,6 +33,7 @@ FIELDS = {
         None, help="interactive (first), agent, or load-test (last). Default: interactive."
     ),
     "upstream": typer.Option(None, help="Serve it from this upstream only."),
+    "unlimited": typer.Option(None, help="A quota, models or upstream to remove; repeat for several."),
 }
 
 
@@ -63,9 +64,7 @@ def update(
     quota_month: int | None = FIELDS["quota_month"],
     priority: str | None = FIELDS["priority"],
     upstream: str | None = FIELDS["upstream"],
-    unlimited: list[str] = typer.Option(
-        [], help="A quota, models or upstream to remove; repeat for several."
-    ),
+    unlimited: list[str] | None = FIELDS["unlimited"],
 ) -> None:
     """Change a plan; its keys follow at once."""
     values = _given(models, quota_5h, quota_week, quota_month, priority, upstream)
