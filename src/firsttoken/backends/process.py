@@ -36,7 +36,7 @@ EXIT_GRACE_S = 0.5
 """Time that the process has to end by itself once its socket is closed; then it is killed."""
 
 
-def usable_cores() -> int:
+def available_cores() -> int:
     """Cores that this process may run on (a container or taskset may give it fewer than the machine has)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -49,7 +49,7 @@ def engine_environment(config: EngineConfig) -> dict[str, str]:
     Server, engine and often the client share the cores: a thread that spins between two parallel regions
     takes the core from whoever would send the token. What the user has set wins.
     """
-    threads = str(config.num_threads or usable_cores())
+    threads = str(config.num_threads or available_cores())
     return {
         "OMP_NUM_THREADS": threads,
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -241,21 +241,27 @@ class EngineProcess(asyncio.Protocol):
             self._watchdog.cancel()
         if self._transport is not None:
             self._transport.abort()  # the worker ends when its socket does
-        if (process := self._process) is not None:
-            deadline = time.monotonic() + EXIT_GRACE_S
-            while process.poll() is None:
-                if time.monotonic() > deadline:
-                    self._kill(signal.SIGKILL)
-                await asyncio.sleep(0.005)
-            self._loop.remove_reader(self._log_fd)
-            self._forward_log()
-            assert process.stdout is not None
-            process.stdout.close()
-        reason = self._reason()
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(BackendError(reason))
-        self.ended.set_result(reason)
+        try:
+            if self._process is not None:
+                await self._reap(self._process)
+        finally:
+            reason = self._reason()
+            for reply in self._calls.values():
+                if not reply.done():
+                    reply.set_exception(BackendError(reason))
+            self.ended.set_result(reason)
+
+    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        """Waits for the exit, with a limit, and takes the last of the log."""
+        deadline = time.monotonic() + EXIT_GRACE_S
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                self._kill(signal.SIGKILL)
+            await asyncio.sleep(0.005)
+        self._loop.remove_reader(self._log_fd)
+        self._forward_log()
+        assert process.stdout is not None
+        process.stdout.close()
 
     def _kill(self, number: signal.Signals) -> None:
         if self._process is not None:
