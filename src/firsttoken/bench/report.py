@@ -13,6 +13,7 @@ from firsttoken.bench.metrics import METRICS, Spread
 from firsttoken.bench.stages import IDLE_SERVER_NOTE, Row, Stage, TrialResult
 from firsttoken.bench.stages_run import StagesReport
 from firsttoken.bench.table import texts_note
+from firsttoken.models import model_name
 
 
 def html(report: StagesReport) -> str:
@@ -25,7 +26,7 @@ def html(report: StagesReport) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>The first token, stage by stage: {escape(report.plan.model)}</title>\n"
+        f"<title>The first token, stage by stage: {escape(model_name(report.plan.model))}</title>\n"
         f"<style>\n{css}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
@@ -38,7 +39,7 @@ def _users(concurrency: int) -> str:
 
 
 def _head(report: StagesReport) -> Iterator[str]:
-    yield f'<div class="eyebrow">firsttoken · {escape(report.plan.model)}</div>'
+    yield f'<div class="eyebrow">firsttoken · {escape(model_name(report.plan.model))}</div>'
     yield "<h1>How long until the first word?</h1>"
     yield (
         '<p class="lead">The time to first token (TTFT) is how long a person looks at an empty answer after'
@@ -349,12 +350,11 @@ def _premises(report: StagesReport) -> Iterator[str]:
         trials = [trial for trial in report.trials if trial.stage == stage.key]
         broken = [trial for trial in trials if trial.invalid]
         mark, css = ("✗", "fail") if broken else ("✓", "")
-        held = f"held in {len(trials) - len(broken)} of {len(trials)} trials"
+        held = f"Held in {len(trials) - len(broken)} of {len(trials)} trials."
         why = f" <b>{escape(broken[0].invalid or '')}</b>" if broken else ""
         yield (
-            f'<li class="{css}"><span class="mark">{mark}</span><div>'
-            f"{_name(stage)}: {escape(_premise_words(stage, report))}"
-            f' <span class="soft">({held})</span>{why}</div></li>'
+            f'<li class="{css}"><span class="mark">{mark}</span><div>{_name(stage)}<div class="small soft">'
+            f"{escape(_premise_words(stage, report))} {held}{why}</div></div></li>"
         )
     worst = max((t.health.lag_p99 or 0.0 for t in report.trials), default=0.0)
     yield (
@@ -371,7 +371,7 @@ def _premises(report: StagesReport) -> Iterator[str]:
 
 def _premise_words(stage: Stage, report: StagesReport) -> str:
     least = report.premises.get("least_cached")
-    words = ["every answer complete"]
+    words = ["Every answer complete"]
     words.append(
         f"at least {least} prompt tokens of every request from the cache"
         if stage.cached

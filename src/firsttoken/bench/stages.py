@@ -16,7 +16,7 @@ IDLE_SERVER_NOTE = (
 )
 BF16_NOTE = (
     "In bfloat16 two ways to compute the same prompt (cached or not, batched or not) may round differently,"
-    " and a greedy text may then take another turn; in float32 (-- --dtype float32) texts are equal."
+    " and a greedy text may then take another turn. To compare without that, add: -- --dtype float32"
 )
 
 

@@ -41,9 +41,9 @@ class Plan:
     model: str
     concurrency: tuple[int, ...] = (1, 4)
     repeats: int = 3
-    prompts: int = 5
+    prompts: int = 4
     """Measured requests per trial; at concurrency c at least two for every user."""
-    max_tokens: int = 24
+    max_tokens: int = 20
     seed: int = 0
     server: str = ""
     """The address, or the flags, of the server: part of what must be equal to resume."""
