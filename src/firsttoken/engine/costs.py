@@ -21,7 +21,7 @@ class CostModel:
         """points: (tokens, seconds), ascending. Times are made non-decreasing: noise must not say that more
         tokens cost less."""
         self.tokens = [n for n, _ in points]
-        self.seconds = []
+        self.seconds: list[float] = []
         for _, s in points:
             self.seconds.append(max(s, self.seconds[-1] if self.seconds else 0.0))
         self.correction = 1.0

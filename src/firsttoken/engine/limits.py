@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 
@@ -50,8 +50,8 @@ class Limits:
         """The settings with every default resolved."""
         return replace(
             config,
-            dtype=str(self.dtype).removeprefix("torch."),
-            device=self.device.type,
+            dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
+            device=cast(Any, self.device.type),
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_batched_tokens,
         )
@@ -134,15 +134,18 @@ def _num_blocks(
         wanted = available
     else:
         available = _available_memory() - weights - 2**28
-        where = "free memory"
+        where = ""
         wanted = min(_CPU_KV_BYTES, useful * block_bytes)
     if config.kv_cache_memory is not None:
         wanted = parse_size(config.kv_cache_memory, "--kv-cache-memory")
     if wanted > available or wanted < block_bytes:
+        cure = (
+            f"lower --kv-cache-memory, raise {where}" if device.type == "cuda" else "lower --kv-cache-memory"
+        )
         raise ConfigError(
-            f"not enough memory: the weights take {size_text(weights)}, the KV cache {size_text(max(wanted, block_bytes))},"
-            f" and {size_text(max(available, 0))} is left for it; lower --kv-cache-memory or free memory"
-            + (f" (or raise {where})" if device.type == "cuda" else "")
+            f"not enough memory: the weights take {size_text(weights)}, the KV cache wants"
+            f" {size_text(max(wanted, block_bytes))}, and {size_text(max(available, 0))} is left for it; {cure} or free"
+            " memory"
         )
     return wanted // block_bytes
 

@@ -98,7 +98,7 @@ class Sampler:
         """Repetition penalty over prompt and output (Keskar et al., 2019), then OpenAI's frequency and presence
         penalties over the output. x [V], in place. Drafts before this row count as output."""
         if s.repetition_penalty != 1:
-            ids = torch.tensor([*row.seq.token_ids, *row.drafts], device=x.device).unique()
+            ids = torch.tensor(list({*row.seq.token_ids, *row.drafts}), device=x.device)
             seen = x[ids]
             x[ids] = torch.where(seen > 0, seen / s.repetition_penalty, seen * s.repetition_penalty)
         if s.presence_penalty or s.frequency_penalty:

@@ -97,21 +97,19 @@ class Scheduler:
         plan = StepPlan()
         prefills = self._prefill_candidates(now)
         decodes = [s for s in self.running if s.num_uncomputed_tokens == 1]
-        if prefills and (best := min(s.request.priority for s in prefills)) is not None:
-            paused = [
-                s for s in decodes if s.request.priority > best and now - s.last_scheduled < _LONGEST_PAUSE_S
-            ]
-            if paused and self._can_start(prefills, best):
-                decodes = [s for s in decodes if s not in paused]
+        paused = self._paused(decodes, prefills, now)
+        if paused:
+            decodes = [s for s in decodes if s not in paused]
         drafts: list[list[int]] = [[] for _ in decodes]
         if propose is not None and decodes:
             drafts = propose(decodes, self._max_tokens - len(decodes))
         self._plan_decodes(plan, decodes, drafts)
         self._plan_prefills(plan, prefills, now)
-        if not plan.items and (self.waiting or self.running):
-            # Everything is blocked by pins: they yield, since the pool holds any single request by itself.
-            if self.pool.drop_one_pin():
-                return self.plan(now, propose)
+        if not plan.items and paused:
+            self._plan_decodes(plan, paused, [[] for _ in paused])
+        if not plan.items and (self.waiting or self.running) and self.pool.drop_one_pin():
+            # Everything was blocked by pins: they yield, since the pool holds any single request by itself.
+            return self.plan(now, propose)
         for item in plan.items:
             item.seq.last_scheduled = now
             if item.seq.first_scheduled is None:
@@ -238,14 +236,18 @@ class Scheduler:
         bucket = int(slack / max(predicted, self.costs.predict(1)))
         return (priority, 1, bucket, todo)
 
-    def _can_start(self, prefills: list[Sequence], best: int) -> bool:
-        """Whether a prefill of the best class will really run in this step (else nobody should pause for it)."""
-        head = next(s for s in prefills if s.request.priority == best)
-        if self._is_running(head):
-            return True
-        matched = self._match(head)
-        need = seq_blocks(len(head.token_ids) + 1, self.pool.block_size) - len(matched)
-        return need <= self.pool.num_free - self.pool.num_evictable(matched)
+    def _paused(self, decodes: list[Sequence], prefills: list[Sequence], now: float) -> list[Sequence]:
+        """Decodes that leave this step to a prefill of a better priority class, so that it is not slowed by them."""
+        if not prefills or self.config.scheduling_policy == "fcfs":
+            return []
+        head = prefills[0]  # of the best class: priority is the first thing that candidates are ordered by
+        if not self._is_running(head):
+            matched = self._match(head)
+            need = seq_blocks(len(head.token_ids) + 1, self.pool.block_size) - len(matched)
+            if need > self.pool.num_free - self.pool.num_evictable(matched):
+                return []  # it cannot start anyway
+        best = head.request.priority
+        return [s for s in decodes if s.request.priority > best and now - s.last_scheduled < _LONGEST_PAUSE_S]
 
     def _yield_slot(self, seq: Sequence, plan: StepPlan) -> bool:
         """With all slots taken, a running sequence of a worse class that is not in the plan makes way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from firsttoken.engine.blocks import chain_hashes, root_hash
-from firsttoken.engine.request import Request
+from firsttoken.engine.request import Request, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Sequence:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    prompt_logprobs: list = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Grows chunk by chunk when `prompt_logprobs` was asked for."""
 
     @property

@@ -17,7 +17,9 @@ from firsttoken.engine.attention.base import Batch, SeqSpan
 from firsttoken.engine.model.config import ModelConfig
 
 _FOLD_ROWS = 32
-"""Up to this many query rows a sequence's query heads are folded into rows; above, heads stay apart."""
+"""Up to this many query rows go through `scaled_dot_product_attention` with heads folded into rows."""
+_BLOCK_ROWS = 160
+"""Longer spans on a CPU are computed in blocks of this many rows, so that keys after a block are left out."""
 
 
 class KVCache:
@@ -28,6 +30,7 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
         shape = (config.num_layers, 2, config.num_kv_heads, num_blocks * block_size, config.head_dim)
         # Zeros, not empty: a masked slot that was never written must not hold NaN. calloc keeps it lazy.
         storage = torch.zeros(shape, dtype=dtype, device=device)
@@ -47,7 +50,7 @@ class _SpanPlan:
     blocks: torch.Tensor | None
     """Else its blocks, int64."""
     masks: dict[int | None, torch.Tensor | None]
-    """By sliding window: bool [q_len, context_len] (or [group * q_len, context_len] folded), or None."""
+    """By sliding window, see `PagedAttention._mask`: [q_len, context_len], or [group * q_len, context_len] folded."""
 
 
 class PagedAttention:
@@ -61,6 +64,7 @@ class PagedAttention:
         self.windows = config.layer_windows
         self.device = batch.token_ids.device
         self._num_tokens = len(batch.token_ids)
+        self._triangle: torch.Tensor | None = None
         self._spans = [self._plan(span) for span in batch.spans]
         self._write_at = self._slots(batch.spans)
 
@@ -91,12 +95,44 @@ class PagedAttention:
             rows = q.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, -1)
             out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask)
             return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, -1)
+        if self.device.type == "cpu" and mask is None:
+            return self._attend_in_blocks(q, k, v)
         # [kv_heads, group, q_len, head_dim] against keys that all heads of the group read without a copy.
         heads = q.view(n, kv_heads, group, -1).permute(1, 2, 0, 3)
         k = k[:, None].expand(-1, group, -1, -1)
         v = v[:, None].expand(-1, group, -1, -1)
-        out = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, is_causal=mask is None)
+        causal = mask is None and n == span.context_len
+        if mask is None and not causal:
+            mask = self._causal_mask(n, span.context_len)
+        out = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask, is_causal=causal)
         return out.permute(2, 0, 1, 3).reshape(n, -1)
+
+    def _attend_in_blocks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Causal attention of the last q_len positions, a block of rows at a time.
+
+        The arithmetic is that of the textbook: scores and probabilities in the model's dtype, the softmax between
+        them in float32. torch's fused CPU kernel takes half as long again in bfloat16, whose tiles it converts.
+        """
+        n, kv_heads, group, dim = len(q), self.kv_heads, self.group, self.head_dim
+        context = k.shape[1]
+        heads = (q * dim**-0.5).view(n, kv_heads, group, dim).permute(1, 2, 0, 3)
+        out = q.new_empty((n, kv_heads, group, dim))
+        hidden = self._hidden(min(n, _BLOCK_ROWS), q.dtype)
+        for start in range(0, n, _BLOCK_ROWS):
+            rows = min(_BLOCK_ROWS, n - start)
+            seen = context - n + start + rows
+            block = heads[:, :, start : start + rows].reshape(kv_heads, group * rows, dim)
+            scores = torch.bmm(block, k[:, :seen].transpose(1, 2))
+            scores.view(kv_heads, group, rows, seen)[..., seen - rows :] += hidden[:rows, :rows]
+            mixed = torch.bmm(scores.softmax(-1), v[:, :seen])
+            out[start : start + rows] = mixed.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3)
+        return out.view(n, -1)
+
+    def _hidden(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, rows], -inf above the diagonal: what a row of a block must not see in its own block."""
+        if self._triangle is None or len(self._triangle) < rows:
+            self._triangle = torch.full((rows, rows), -torch.inf, dtype=dtype, device=self.device).triu(1)
+        return self._triangle
 
     def _read(self, span: _SpanPlan, storage: torch.Tensor) -> torch.Tensor:
         """The span's keys or values, [kv_heads, context_len, head_dim]."""
@@ -112,7 +148,7 @@ class PagedAttention:
         used = span.block_table[: -(-span.context_len // size)]
         first = used[0]
         view = blocks = None
-        if used[-1] - first == len(used) - 1 and used == list(range(first, first + len(used))):
+        if used == list(range(first, first + len(used))):
             view = slice(first * size, first * size + span.context_len)
         else:
             blocks = torch.tensor(used, device=self.device)
@@ -127,20 +163,25 @@ class PagedAttention:
         )
 
     def _mask(self, span: SeqSpan, window: int | None) -> torch.Tensor | None:
-        """True where a row may look. None where every row sees everything, and for a whole prefill, which is
-        causal from position 0 and has a kernel of its own."""
+        """What is added to the scores: 0 where a row may look, -inf elsewhere. None where every row sees everything,
+        and for plain causal attention of a long span."""
         n, context = span.q_len, span.context_len
         folded = n <= _FOLD_ROWS
-        if window is None or context <= window:
-            window = None
-            if n == 1 or (not folded and n == context):
-                return None
+        limited = window is not None and context > window
+        if not limited and (n == 1 or not folded):
+            return None
+        mask = self._causal_mask(n, context, window if limited else None)
+        return mask.repeat(self.group, 1) if folded else mask
+
+    def _causal_mask(self, n: int, context: int, window: int | None = None) -> torch.Tensor:
+        """[n, context] in the cache's dtype for the last n positions."""
         position = torch.arange(context - n, context, device=self.device)[:, None]
         key = torch.arange(context, device=self.device)
-        mask = key <= position
+        seen = key <= position
         if window is not None:
-            mask &= key > position - window
-        return mask.repeat(self.group, 1) if folded else mask
+            seen &= key > position - window
+        mask = torch.zeros(n, context, dtype=self.cache.dtype, device=self.device)
+        return mask.masked_fill_(~seen, -torch.inf)
 
     def _slots(self, spans: list[SeqSpan]) -> slice | torch.Tensor:
         """Where the batch's rows go: a slice when they are neighbours, else slot numbers int64 [T]."""
@@ -149,8 +190,6 @@ class PagedAttention:
         for span in spans:
             for position in range(span.context_len - span.q_len, span.context_len):
                 slots.append(span.block_table[position // size] * size + position % size)
-        if slots[-1] - slots[0] == len(slots) - 1 and all(
-            b - a == 1 for a, b in zip(slots, slots[1:], strict=False)
-        ):
+        if slots == list(range(slots[0], slots[0] + len(slots))):
             return slice(slots[0], slots[-1] + 1)
         return torch.tensor(slots, device=self.device)

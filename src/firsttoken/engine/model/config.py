@@ -1,11 +1,12 @@
 """A model's shape, read from the `config.json` and `generation_config.json` of a Hugging Face folder.
 
-Read directly, without transformers: its import costs seconds and memory in a process whose start-up is counted.
+Read directly, without transformers: its import would cost the engine's process seconds and memory at start-up.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,7 +70,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Raises ConfigError if a file is missing or broken, or if the model is of a kind that isn't supported."""
+        """Raises ConfigError if a file is missing or broken, or if the model is of an unsupported kind."""
         folder = Path(path)
         if not folder.is_dir():
             raise ConfigError(f"model folder {folder} does not exist")
@@ -181,8 +182,8 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _windows(config: dict[str, Any], family: str, name: str) -> tuple[int | None, ...]:
-    """The sliding window of each layer. Mistral: all layers. Qwen: by `layer_types`, or from `max_window_layers` up,
-    and only with `use_sliding_window`. Llama has none."""
+    """The sliding window of each layer. Mistral: in all layers. Qwen: with `use_sliding_window`, by `layer_types`
+    or from layer `max_window_layers` up. Llama: none."""
     num_layers, window = int(config["num_hidden_layers"]), config.get("sliding_window")
     if family.startswith("Qwen"):
         window = window if config.get("use_sliding_window") else None
@@ -198,7 +199,7 @@ def _windows(config: dict[str, Any], family: str, name: str) -> tuple[int | None
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     if len(types) != num_layers or not set(types) <= {"sliding_attention", "full_attention"}:
         raise ConfigError(
-            f"{name}: layer_types must name sliding_attention or full_attention for each of {num_layers} layers"
+            f"{name}: layer_types must be {num_layers} of sliding_attention or full_attention, one a layer"
         )
     return tuple(int(window) if kind == "sliding_attention" else None for kind in types)
 
@@ -208,7 +209,7 @@ def _rope(config: dict[str, Any], head_dim: int, name: str) -> RopeConfig:
     raw: dict[str, Any] = {**(config.get("rope_scaling") or config.get("rope_parameters") or {})}
     if any(isinstance(value, dict) for value in raw.values()):
         raise ConfigError(f"{name}: rope parameters per layer type are not supported")
-    kind = raw.get("rope_type") or raw.get("type") or "default"
+    kind: Any = raw.get("rope_type") or raw.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ConfigError(f"{name}: RoPE type {kind} is not supported; supported: {', '.join(ROPE_TYPES)}")
     rotary_share = raw.get("partial_rotary_factor", config.get("partial_rotary_factor"))
@@ -248,14 +249,12 @@ def _rope(config: dict[str, Any], head_dim: int, name: str) -> RopeConfig:
 
 
 def _yarn_attention_factor(raw: dict[str, Any], factor: float) -> float:
-    """YaRN (Peng et al. 2023), equation 22: 0.1 ln(s) + 1; with `mscale`s their ratio, as DeepSeek wrote it."""
-    from math import log
-
+    """YaRN (Peng et al. 2023), equation 22: 0.1 ln(factor) + 1; given two `mscale`s, the ratio of both."""
     if raw.get("attention_factor") is not None:
         return float(raw["attention_factor"])
 
     def scale(mscale: float) -> float:
-        return 0.1 * mscale * log(factor) + 1.0 if factor > 1 else 1.0
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if raw.get("mscale") and raw.get("mscale_all_dim"):
         return scale(raw["mscale"]) / scale(raw["mscale_all_dim"])

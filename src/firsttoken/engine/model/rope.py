@@ -26,7 +26,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between blended."""
+    """Llama 3.1 (Meta's reference code): frequencies of few turns over the original context are divided by the
+    factor, those of many are kept, those between are blended by their number of turns."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -34,7 +35,7 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN (Peng et al. 2023), section 3.2: a linear ramp over dimensions, from kept to divided by the factor."""
+    """YaRN (Peng et al. 2023), section 3.2: over the dimensions, a ramp from kept to divided by the factor."""
 
     def dimension_of(turns: float) -> float:
         """The pair that turns this often over the original context (inverse of the frequency formula)."""
@@ -44,7 +45,7 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.T
     low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0.0), min(high, head_dim - 1.0)
     if low == high:
         high += 0.001  # a step instead of a division by zero
     divided = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
