@@ -87,6 +87,7 @@ def test_a_stored_hub_model_needs_no_network(home):
         ("./missing", "model folder ./missing does not exist"),
         ("/missing", "model folder /missing does not exist"),
         ("~/missing-model", "does not exist"),
+        ("~nobody-of-that-name/x", "does not exist"),
     ],
 )
 def test_unknown_names_say_what_is_known(home, name, expected):

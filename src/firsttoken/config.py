@@ -213,7 +213,7 @@ def convert(kind: Any, raw: Any, setting: Setting, place: str) -> Any:
         return json_object(raw, place)
     if not isinstance(raw, str):
         raise ConfigError(f"{place} takes text, not {raw!r}: put it in quotes")
-    return Path(raw).expanduser() if kind is Path else raw
+    return Path(os.path.expanduser(raw)) if kind is Path else raw
 
 
 def boolean(raw: Any, place: str) -> bool:
@@ -228,9 +228,9 @@ def whole_number(raw: Any, place: str) -> int:
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     text = raw.replace("_", "").replace(",", "") if isinstance(raw, str) else ""
-    if re.fullmatch(r"[+-]?\d+", text):
+    if re.fullmatch(r"[+-]?\d{1,18}", text):
         return int(text)
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text):  # as vLLM: 4k is 4,000 and 4K is 4,096
+    if match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([kKmM])", text):  # as vLLM: 4k is 4,000 and 4K is 4,096
         factor = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[match[2]]
         return int(float(match[1]) * factor)
     raise ConfigError(f"{place}: {raw!r} is not a whole number")

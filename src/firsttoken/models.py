@@ -61,7 +61,7 @@ BUILT_IN = {
 def home() -> Path:
     """FIRSTTOKEN_HOME, by default `firsttoken` in the user's cache folder."""
     if path := os.environ.get("FIRSTTOKEN_HOME"):
-        return Path(path).expanduser().absolute()
+        return Path(os.path.expanduser(path)).absolute()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "firsttoken"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "firsttoken"
@@ -93,7 +93,7 @@ def model_name(model: str) -> str:
     """The name under which clients know `model` if nobody chose one: as given, a folder by its last part."""
     if model in BUILT_IN or not is_path(model):
         return model
-    return Path(model).expanduser().resolve().name
+    return Path(os.path.expanduser(model)).resolve().name
 
 
 def is_path(model: str) -> bool:
@@ -104,7 +104,7 @@ def is_path(model: str) -> bool:
 
 
 def local_folder(model: str) -> Path:
-    folder = Path(model).expanduser().absolute()
+    folder = Path(os.path.expanduser(model)).absolute()
     if folder.is_file():
         hint = "convert it to safetensors" if folder.suffix == ".gguf" else "give the folder that holds it"
         raise ConfigError(
