@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
 
 
 @pytest.fixture(autouse=True)
-def _engine_process_finds_the_scripted_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", HERE + os.pathsep + os.environ.get("PYTHONPATH", ""))
+def _processes_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ROOT + os.pathsep + os.environ.get("PYTHONPATH", ""))

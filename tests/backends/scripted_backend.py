@@ -16,7 +16,7 @@ from firsttoken.engine.request import Request, RequestOutput, SamplingParams
 def make_backend(*, script: dict[str, Any] | None = None, **kwargs: Any) -> EmbeddedBackend:
     """`script` holds the options of the scripted engine."""
     config = EngineConfig(model=json.dumps(script or {}))
-    return EmbeddedBackend(config, engine_factory="scripted_engine:ScriptedEngine", **kwargs)
+    return EmbeddedBackend(config, engine_factory="tests.backends.scripted_engine:ScriptedEngine", **kwargs)
 
 
 @asynccontextmanager

@@ -143,6 +143,7 @@ class ScriptedEngine:
         return dict(
             num_running=len(self.running),
             num_blocks_used=len(self.running),
+            num_blocks_total=256,
             steps=self.steps,
             generation_tokens=self.generated,
             finished=dict(self.finished),

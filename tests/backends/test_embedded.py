@@ -8,13 +8,14 @@ import time
 import psutil
 import pytest
 import uvloop
-from scripted_backend import a_request, make_backend, outputs_of, running_backend, tokens_of, until
-from scripted_engine import FAIL_ALONE, REFUSE
 
 from firsttoken.backends.base import BackendError, EngineStats
 from firsttoken.backends.embedded import EmbeddedBackend, add_counters
 from firsttoken.backends.wire import WireError
 from firsttoken.engine.config import ConfigError
+
+from .scripted_backend import a_request, make_backend, outputs_of, running_backend, tokens_of, until
+from .scripted_engine import FAIL_ALONE, REFUSE
 
 
 @pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -26,6 +27,7 @@ def test_a_life_on_both_event_loops(loop_factory: object) -> None:
             assert [stage for stage, _ in stages] == ["spawn", "import", "load", "warmup"]
             assert backend.info.startup == dict(stages)
             assert backend.info.model == "scripted"
+            assert backend.stats().num_blocks_total == 256, "numbers are there from the start"
             outputs = await outputs_of(backend, a_request(10))
             assert [token for output in outputs for token in output.token_ids] == [10, 11, 12, 13, 14]
             assert all(output.request_id == "r" for output in outputs)

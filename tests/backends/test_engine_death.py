@@ -13,11 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scripted_backend import a_request, make_backend, running_backend, tokens_of, until
-from scripted_engine import CRASH, EXIT, HANG, RAISE
 
 from firsttoken.backends.base import BackendError
 from firsttoken.backends.embedded import RestartPolicy
+
+from .scripted_backend import a_request, make_backend, running_backend, tokens_of, until
+from .scripted_engine import CRASH, EXIT, HANG, RAISE
 
 AT_ONCE = RestartPolicy(backoff_s=0.01)
 
@@ -180,7 +181,7 @@ async def test_signals_to_the_group_are_left_to_the_server() -> None:
 
 SERVER = """
 import asyncio, contextlib, json, sys
-from scripted_backend import a_request, running_backend
+from tests.backends.scripted_backend import a_request, running_backend
 
 async def serve(script):
     async with running_backend(script=script) as backend:
@@ -199,7 +200,7 @@ with contextlib.suppress(KeyboardInterrupt):
 
 LOADING = """
 import asyncio, json
-from scripted_backend import make_backend
+from tests.backends.scripted_backend import make_backend
 
 async def serve():
     backend = make_backend(script={"load_s": 600})

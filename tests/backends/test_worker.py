@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
-from scripted_engine import HUGE, REFUSE, ScriptedEngine
 
 from firsttoken.backends import wire
 from firsttoken.backends.worker import BACKLOG_BYTES, Channel, Loop, ServerGone
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.request import Request, RequestOutput, SamplingParams
+
+from .scripted_engine import HUGE, REFUSE, ScriptedEngine
 
 
 class Server:

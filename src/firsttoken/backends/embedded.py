@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -192,7 +192,7 @@ class EmbeddedBackend:
 
     # -- requests --------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request until one is `finished`; a late reader gets several steps' tokens in one.
 
         Closing the iterator early, or cancelling the task that waits on it, aborts the request. Raises

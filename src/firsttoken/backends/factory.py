@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
+from firsttoken.backends.process import available_cores
 from firsttoken.engine.config import ConfigError, EngineConfig
 from firsttoken.engine.engine import Engine
 
@@ -20,10 +20,3 @@ def create_engine(config: EngineConfig, on_progress: Callable[[str, float], None
     except (RuntimeError, ValueError) as e:
         raise ConfigError(f"--num-threads {config.num_threads}: {e}") from None
     return Engine(config, make_speculator=make_speculator, on_progress=on_progress)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

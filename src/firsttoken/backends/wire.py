@@ -124,7 +124,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | bytearray) -> list[bytes]:
         """The payloads that `data` completes, in order. Raises WireError at a length over the limit."""
         buffer = self._buffer
         buffer += data

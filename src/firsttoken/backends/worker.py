@@ -213,7 +213,7 @@ class Loop:
 
     def _snapshot(self) -> EngineStats:
         self._snapshot_at, self._changed = time.monotonic(), False
-        return msgspec.convert({**self._engine.stats(), "cpu_seconds": time.process_time()}, EngineStats)
+        return snapshot(self._engine)
 
     def _snapshot_if_due(self) -> None:
         if self._channel.backlog:
@@ -240,6 +240,10 @@ class Loop:
                 self._channel.send(reply)
             case _:
                 raise WireError(f"unexpected message {message!r:.200}")
+
+
+def snapshot(engine: ServedEngine) -> EngineStats:
+    return msgspec.convert({**engine.stats(), "cpu_seconds": time.process_time()}, EngineStats)
 
 
 def _failed(request_id: str, error: str) -> RequestOutput:
@@ -275,6 +279,7 @@ def load(channel: Channel, factory: str) -> ServedEngine:
     gc.freeze()
     stage_done("warmup")
     info = engine.info()
+    channel.send(Step([], snapshot(engine)))  # whoever is told that it is ready may ask for its numbers
     channel.send(Ready({**info, "startup": seconds}))
     return engine
 
