@@ -85,10 +85,14 @@ class Running:
     def complete(self, **body: Any) -> Reply:
         return self.post("/v1/completions", {"prompt": "Hi"} | body)
 
-    def open(self, path: str, body: Any) -> socket.socket:
+    def open(self, path: str, body: Any, receive_buffer: int | None = None) -> socket.socket:
         """A raw connection on which a POST has been sent."""
         data = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", self.port))
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         return connection

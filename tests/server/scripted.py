@@ -154,7 +154,7 @@ class ScriptedBackend:
                     wait.cancel()
         else:
             await asyncio.sleep(0)
-        while self.stopped and not abort.is_set() and self.dead is None:
+        while self.stopped and not abort.is_set() and self.dead is None:  # noqa: ASYNC110 (set from other threads)
             await asyncio.sleep(0.001)
         if self.dead is not None:
             raise BackendError(self.dead)

@@ -142,8 +142,7 @@ def test_slow_reader_delays_nobody_else(server: Running) -> None:
     server.backend.answer = lambda request: [*server.tokenizer.encode("x" * 20)] * 4000
     server.backend.per_step = 50
     body = CHAT | {"max_tokens": 4000, "return_token_ids": True}
-    with server.open("/v1/chat/completions", body) as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with server.open("/v1/chat/completions", body, receive_buffer=4096) as slow:
         slow.recv(10)
         time.sleep(0.2)
         server.says("quick")

@@ -100,12 +100,16 @@ async def start_serving(
     backend: Backend, config: ServerConfig, model_folder: Path, model_name: str
 ) -> Serving:
     """Starts the engine and reads tokenizer and template meanwhile; returns when requests can be answered."""
-    async with asyncio.TaskGroup() as group:
-        text = group.create_task(asyncio.to_thread(load_text_parts, model_folder, config))
-        group.create_task(backend.start())
+    engine = asyncio.create_task(backend.start())
+    try:
+        text = await asyncio.to_thread(load_text_parts, model_folder, config)
+        await engine
+    finally:
+        engine.cancel()
+        await asyncio.wait({engine})
     names = list(config.served_model_name) or [model_name]
     metrics = ServerMetrics(names[0], backend.stats, lambda: backend.healthy)
-    return Serving(backend, text.result(), names, metrics)
+    return Serving(backend, text, names, metrics)
 
 
 class HttpServer(uvicorn.Server):
