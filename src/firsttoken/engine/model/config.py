@@ -5,13 +5,13 @@ Read directly, without transformers: its import would cost the engine's process 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from firsttoken.engine.config import ConfigError
+from firsttoken.engine.model.checkpoint import read_json
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -74,9 +74,9 @@ class ModelConfig:
         folder = Path(path)
         if not folder.is_dir():
             raise ConfigError(f"model folder {folder} does not exist")
-        config = _read_json(folder / "config.json")
-        generation_file = folder / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.exists() else {}
+        config = read_json(folder, "config.json")
+        has_generation = (folder / "generation_config.json").exists()
+        generation = read_json(folder, "generation_config.json") if has_generation else {}
         return cls.from_dict(config, generation, name=str(folder / "config.json"))
 
     @classmethod
@@ -113,20 +113,6 @@ class ModelConfig:
         layer = self.hidden_size * (2 * q + 2 * kv + 3 * self.intermediate_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path.parent} has no {path.name}: it is not a Hugging Face model folder"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return value
 
 
 def _parse(config: dict[str, Any], generation: dict[str, Any], name: str) -> ModelConfig:

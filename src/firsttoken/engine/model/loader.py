@@ -12,9 +12,9 @@ from typing import BinaryIO, cast
 import torch
 
 from firsttoken.engine.config import ConfigError
+from firsttoken.engine.model.checkpoint import TensorEntry, tensor_index, weight_files
 from firsttoken.engine.model.config import ModelConfig
 from firsttoken.engine.model.decoder import Decoder
-from firsttoken.models import TensorEntry, tensor_index, weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that weights may be stored in."""
