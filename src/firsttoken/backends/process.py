@@ -90,7 +90,7 @@ class EngineProcess(asyncio.Protocol):
         self._failure: Failed | None = None
         self._verdict: str | None = None
         """Why this side ended the process, if it did."""
-        self._stderr_tail = ""
+        self._log = _Log()
         self._silent_s = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
         self._reaper: asyncio.Task[None] | None = None
@@ -143,8 +143,7 @@ class EngineProcess(asyncio.Protocol):
                     stderr=subprocess.STDOUT,
                     process_group=0,  # not the terminal's foreground group: Ctrl-C is the server's to handle
                 )
-            os.set_blocking(self._log_fd, False)
-            self._loop.add_reader(self._log_fd, self._forward_log)
+            await self._loop.connect_read_pipe(lambda: self._log, self._process.stdout)
             await self._loop.create_unix_connection(lambda: self, sock=ours)
         except BaseException:
             ours.close()
@@ -258,10 +257,7 @@ class EngineProcess(asyncio.Protocol):
             if time.monotonic() > deadline:
                 self._kill(signal.SIGKILL)
             await asyncio.sleep(0.005)
-        self._loop.remove_reader(self._log_fd)
-        self._forward_log()
-        assert process.stdout is not None
-        process.stdout.close()
+        await self._log.close()
 
     def _kill(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -281,29 +277,37 @@ class EngineProcess(asyncio.Protocol):
         return self._with_last_line(f"the engine process ended with exit code {code}")
 
     def _with_last_line(self, reason: str) -> str:
-        lines = [line.strip() for line in self._stderr_tail.splitlines() if line.strip()]
-        return f"{reason}: {lines[-1]:.300}" if lines else reason
+        return f"{reason}: {last:.300}" if (last := self._log.last_line()) else reason
 
-    # -- log -------------------------------------------------------------------------------------------------
 
-    @property
-    def _log_fd(self) -> int:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+class _Log(asyncio.Protocol):
+    """What the process prints: passed on to our stderr; its end is kept for the reason of a death."""
 
-    def _forward_log(self) -> None:
-        """Passes what the process prints on to stderr, and keeps its end for the reason of a death."""
-        while True:
-            try:
-                data = os.read(self._log_fd, 1 << 16)
-            except BlockingIOError:
-                return
-            if not data:
-                self._loop.remove_reader(self._log_fd)
-                return
-            text = data.decode(errors="replace")
-            self._stderr_tail = (self._stderr_tail + text)[-4096:]
-            with suppress(OSError, ValueError):  # a closed stderr of ours is no reason to lose the engine
-                sys.stderr.write(text)
-                sys.stderr.flush()
+    def __init__(self) -> None:
+        self._tail = ""
+        self._transport: asyncio.BaseTransport | None = None
+        self._ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        text = data.decode(errors="replace")
+        self._tail = (self._tail + text)[-4096:]
+        with suppress(OSError, ValueError):  # a closed stderr of ours is no reason to lose the engine
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended.set_result(None)
+
+    async def close(self) -> None:
+        """Takes what is left, once the process is gone, and gives the pipe back."""
+        if self._transport is not None:
+            await asyncio.wait((self._ended,), timeout=0.2)  # a child of the process may hold the pipe open
+            self._transport.close()
+            await self._ended
+
+    def last_line(self) -> str:
+        lines = [line.strip() for line in self._tail.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
