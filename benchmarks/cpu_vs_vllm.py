@@ -58,7 +58,7 @@ NAME = "smol"
 """Served model name: the peers' scripts give it to vLLM."""
 START_LIMIT_S, BENCH_LIMIT_S = 300, 600
 OURS, THEIRS = "firsttoken", "vLLM"
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 130)
 
 
 class Trouble(RuntimeError):
@@ -392,6 +392,8 @@ def table(summary: dict[str, dict[str, Any]]) -> Table:
 
         def spread(values: list[float], digits: int = row.digits) -> str:
             low, high = min(values), max(values)
+            if len(values) == 1:
+                return f"{low:.{digits}f}"
             return f"{median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
         shown.add_row(
