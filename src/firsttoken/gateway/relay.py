@@ -49,6 +49,7 @@ RETRY_STATUS = (429, 502, 503, 504)
 STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 MAX_READ_BODY = 16 << 20
 """Answers that are not streams are kept up to this size to read their usage at the end."""
+END_S = 2.0
 PING = b": ping\n\n"
 
 RETRYABLE = (aiohttp.ClientConnectionError, ConnectionError)
@@ -88,6 +89,14 @@ class Relay:
         for exchange in list(self.exchanges):
             if exchange.key.max_concurrency is not None:
                 exchange.end("The gateway lost its lease on this key's limits.")
+
+    async def end_all(self) -> None:
+        """At the end of the drain time: what still runs is ended and settled."""
+        tasks = [exchange.task for exchange in self.exchanges if exchange.task is not None]
+        for exchange in list(self.exchanges):
+            exchange.end("the gateway stopped")
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
 
 
 class Exchange:

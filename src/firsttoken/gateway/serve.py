@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -240,6 +240,8 @@ async def _serve(
         server.should_exit = True
 
     loop.add_signal_handler(signal.SIGHUP, reload)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.handle_exit, number, None)
     loop.add_reader(sentinel, parent_died)
     await app.start()
     metrics = await _serve_metrics(app, metrics_listener) if metrics_listener is not None else None
@@ -250,13 +252,23 @@ async def _serve(
     finally:
         if metrics is not None:
             metrics.close()
+        await app.relay.end_all()
         await app.stop()
         store.close()
 
 
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: it raises the signal again at its end, which would kill the process
+    before it has settled and given its lease back."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 def make_server(app: App) -> uvicorn.Server:
     settings = app.config.gateway
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             app,
             http=capped(settings.max_header_bytes, settings.request_read),
