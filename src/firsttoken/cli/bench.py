@@ -72,7 +72,7 @@ def stages(
     repeats: Annotated[int, typer.Option(min=3, help="Repeats of every trial.")] = 3,
     prompt_count: Annotated[
         int, typer.Option("--prompts", min=2, help="Requests per trial; at least two per user.")
-    ] = 5,
+    ] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 20,
     seed: Annotated[int, typer.Option(help="Orders trials and picks prompts.")] = 0,
     url: Url = None,
