@@ -84,6 +84,7 @@ test-faults test-long test-gpu: setup-dev
 
 docs: setup-dev
 	@$(BIN)/python docs/make_cli.py
+	@$(BIN)/python docs/make_api_parameters.py
 
 clean:
 	rm -rf $(VENV) out build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
