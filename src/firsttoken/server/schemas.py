@@ -104,7 +104,7 @@ class Generation(Struct, kw_only=True, forbid_unknown_fields=True):
         bool, Meta(description="In logprobs, name tokens token_id:ID instead of by their text.")
     ] = False
     priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), lt=2**31)], Meta(description="Lower is served first.")
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)], Meta(description="Lower is served first.")
     ] = 0
     cache_salt: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
