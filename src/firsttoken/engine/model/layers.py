@@ -21,7 +21,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return (
         dtype == torch.bfloat16
         and device.type == "cpu"
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.mkldnn.is_available()
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
