@@ -91,20 +91,27 @@ def test_greedy_text_is_that_of_transformers(smollm2, model, prompts):
         assert tokens_of(outputs[str(i)]) == expected[0, len(prompt) :].tolist(), QUESTIONS[i]
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "oracle", "garbage"])
-def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, kind, capsys):
-    params = [
-        SamplingParams(temperature=0.0 if i % 2 == 0 else 0.8, seed=i, max_tokens=20, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
-    solo_engine = make_engine(
+PARAMS = [
+    SamplingParams(temperature=0.0 if i % 2 == 0 else 0.8, seed=i, max_tokens=20, ignore_eos=True)
+    for i in range(len(QUESTIONS))
+]
+
+
+@pytest.fixture(scope="module")
+def answers(smollm2, model, prompts) -> dict[str, list[int]]:
+    """Each request by itself: whole prompt, no cache, no drafts."""
+    engine = make_engine(
         smollm2, model, max_num_seqs=1, enable_prefix_caching=False, enable_chunked_prefill=False
     )
-    answers: dict[str, list[int]] = {}
-    for i, (prompt, s) in enumerate(zip(prompts, params, strict=True)):
-        solo_engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, sampling=s))
-        answers[str(i)] = tokens_of(drain(solo_engine)[str(i)])
+    answers = {}
+    for i, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True)):
+        engine.add_request(Request(request_id=str(i), prompt_token_ids=prompt, sampling=params))
+        answers[str(i)] = tokens_of(drain(engine)[str(i)])
+    return answers
 
+
+@pytest.mark.parametrize("kind", ["none", "ngram", "oracle", "garbage"])
+def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, answers, kind, capsys):
     def draft(seq, count):
         done = seq.num_output_tokens
         right = answers[seq.request.request_id][done : done + count]
@@ -116,7 +123,7 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, kind, capsys):
         "oracle": ScriptedSpeculator(draft, 5),
         "garbage": ScriptedSpeculator(draft, 5),
     }[kind]
-    # Chunks of 40 tokens, a cache that holds four of the sixteen, arrivals in waves: chunking, prefix hits,
+    # Chunks of 40 tokens, a cache that holds three of the sixteen, arrivals in waves: chunking, prefix hits,
     # preemptions and mixed batches all happen.
     engine = make_engine(
         smollm2,
@@ -125,7 +132,7 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, kind, capsys):
         max_num_seqs=6,
         max_num_batched_tokens=40,
         max_model_len=160,
-        kv_cache_memory=str(model.config.kv_bytes_per_token(4) * 16 * 24),
+        kv_cache_memory=str(model.config.kv_bytes_per_token(4) * 16 * 14),
     )
     rng = random.Random(5)
     pending = list(range(len(prompts)))
@@ -135,12 +142,13 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, kind, capsys):
             if pending:
                 i = pending.pop()
                 engine.add_request(
-                    Request(request_id=str(i), prompt_token_ids=prompts[i], sampling=params[i])
+                    Request(request_id=str(i), prompt_token_ids=prompts[i], sampling=PARAMS[i])
                 )
         for output in engine.step():
             got[output.request_id] += output.token_ids
     stats = engine.stats()
-    assert stats["num_preemptions"] > 0
+    if kind != "oracle":  # with right drafts, answers end before the cache runs out
+        assert stats["num_preemptions"] > 0
     assert stats["prefix_cache_hits"] > 0
     assert stats["num_blocks_used"] == 0
     if kind == "oracle":
@@ -150,7 +158,7 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, kind, capsys):
     for name, answer in answers.items():
         if got[name] != answer:
             at = next(i for i, (a, b) in enumerate(zip(answer, got[name], strict=True)) if a != b)
-            gap = solo_gap(model, prompts[int(name)], answer[:at], params[int(name)])
+            gap = solo_gap(model, prompts[int(name)], answer[:at], PARAMS[int(name)])
             assert gap < GAP, f"request {name} differs at output {at}, where the solo gap is {gap:.2e}"
             ties.append((name, at, gap))
     with capsys.disabled():
