@@ -7,9 +7,14 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from firsttoken import models
+
+# No test is decided by time: a slow machine is no bug.
+hypothesis.settings.register_profile("firsttoken", deadline=None)
+hypothesis.settings.load_profile("firsttoken")
 
 REQUIRE_ALL = os.environ.get("REQUIRE_ALL") == "1"
 
