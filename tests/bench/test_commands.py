@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+SLOW = ("--itl", "20ms")
+"""Answers long enough that two of them overlap even where the machine is busy."""
+
 
 def firsttoken(*words: str, home: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     keep = {k: v for k, v in os.environ.items() if k != "OPENAI_API_KEY"}
@@ -74,7 +77,7 @@ def test_probe_of_a_failing_stream(mock: Callable[..., str]) -> None:
 
 
 def test_bench_stages_writes_its_files(mock: Callable[..., str], tmp_path: Path) -> None:
-    words = ("--concurrency", "2", "--prompts", "2", "--max-tokens", "4", "--url", mock())
+    words = ("--concurrency", "2", "--prompts", "2", "--max-tokens", "4", "--url", mock(*SLOW))
     files = ("--json", str(tmp_path / "out" / "s.json"), "--html", str(tmp_path / "out" / "s.html"))
     done = firsttoken("bench", "stages", "mock", *words, *files, home=tmp_path / "home")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -87,7 +90,7 @@ def test_bench_stages_writes_its_files(mock: Callable[..., str], tmp_path: Path)
 
 
 def test_bench_stages_fails_when_a_premise_does(mock: Callable[..., str], tmp_path: Path) -> None:
-    words = ("--concurrency", "2", "--prompts", "2", "--max-tokens", "4", "--url", mock("--deaf"))
+    words = ("--concurrency", "2", "--prompts", "2", "--max-tokens", "4", "--url", mock(*SLOW, "--deaf"))
     done = firsttoken("bench", "stages", "mock", *words, home=tmp_path)
     assert done.returncode == 1
     assert "0 is INVALID: the cache should be off" in done.stdout

@@ -42,6 +42,16 @@ def test_the_same_seed_asks_the_same() -> None:
     ]
 
 
+def test_arrivals_suffice_for_a_queue() -> None:
+    plan = GoodputPlan(model="m", overload=2.0)
+    # half of 120 are waiting at the end: 6 s of work, three limits
+    assert plan.arrivals(capacity=10.0, slo_ms=2000) == 120
+    assert plan.arrivals(capacity=0.1, slo_ms=100) == 60
+    assert plan.arrivals(capacity=1e4, slo_ms=1e4) == 600
+    assert GoodputPlan(model="m", overload=0.5).arrivals(capacity=4.0, slo_ms=2000) == 60
+    assert GoodputPlan(model="m", requests=7).arrivals(capacity=4.0, slo_ms=2000) == 7
+
+
 def test_met_counts_from_the_intended_time() -> None:
     late = Record(category="short", intended=0.0, sent=0.4, chunks=[(0.2, "a")], status=200)
     soon = Record(category="long", intended=0.0, sent=0.0, chunks=[(0.2, "a")], status=200)

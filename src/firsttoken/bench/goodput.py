@@ -7,6 +7,7 @@ decides how many still get their first token within the limit, and whether anybo
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 import uuid
@@ -51,7 +52,9 @@ class GoodputPlan:
     model: str
     overload: float = 1.3
     """Arrival rate as a multiple of the measured capacity."""
-    requests: int = 100
+    requests: int | None = None
+    """Arrivals per trial. None: so many that in order of arrival the last would wait for three limits; with
+    fewer the overload has not built up a queue yet, and every order looks the same."""
     repeats: int = 3
     ttft_slo_ms: float | None = None
     """None: twice the time to first token of the longest kind on the idle server, so that all can meet it."""
@@ -59,6 +62,13 @@ class GoodputPlan:
     concurrency: int = 16
     """Users of the closed loop that measures capacity."""
     kinds: tuple[Kind, ...] = KINDS
+
+    def arrivals(self, capacity: float, slo_ms: float) -> int:
+        """A queue grows by (1 − 1/overload) requests per arrival, and each of them waits 1/capacity seconds."""
+        if self.requests is not None:
+            return self.requests
+        growth = 1 - 1 / self.overload if self.overload > 1 else 1.0
+        return min(600, max(60, math.ceil(3 * slo_ms / 1e3 * capacity / growth)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +119,8 @@ class GoodputReport:
     capacity: float
     """Requests per second of the closed loop."""
     rate: float
+    requests: int
+    """Arrivals per trial."""
     slo_ms: float
     rows: list[PolicyRow]
     ratio: metrics.Spread | None
@@ -169,7 +181,7 @@ async def run_goodput(
         progress("capacity")
         await controls.reconfigure({"scheduling_policy": "fcfs", "ttft_slo_ms": None})
         capacity = await _capacity(client, plan, prompt_set)
-        rate = capacity * plan.overload
+        rate, count = capacity * plan.overload, plan.arrivals(capacity, slo)
         trials: list[PolicyTrial] = []
         draw = random.Random(plan.seed)
         for repeat in range(plan.repeats):
@@ -180,7 +192,7 @@ async def run_goodput(
                 limit = slo if policy == "deadline" else None
                 await controls.reconfigure({"scheduling_policy": policy, "ttft_slo_ms": limit})
                 await controls.reset_prefix_cache()
-                trials.append(await _policy_trial(client, plan, prompt_set, policy, repeat, rate))
+                trials.append(await _policy_trial(client, plan, prompt_set, policy, repeat, rate, count))
     finally:
         names = ("scheduling_policy", "ttft_slo_ms")
         with suppress(ConfigError):  # the server is gone or still busy: the first error is the one to show
@@ -194,6 +206,7 @@ async def run_goodput(
         idle_ttft_ms=idle,
         capacity=capacity,
         rate=rate,
+        requests=count,
         slo_ms=slo,
         rows=[_row(policy, trials, slo, plan) for policy in POLICIES],
         ratio=_ratio(trials, slo),
@@ -221,19 +234,24 @@ async def _idle_ttft(client: Client, plan: GoodputPlan, prompt_set: PromptSet) -
 
 async def _capacity(client: Client, plan: GoodputPlan, prompt_set: PromptSet) -> float:
     """Requests per second that the server completes when there is always work."""
-    count = max(plan.requests // 2, 2 * plan.concurrency)
     trial = await closed_loop(
-        client, mixed_calls(count, plan.kinds, prompt_set, plan.seed - 2), plan.concurrency
+        client, mixed_calls(3 * plan.concurrency, plan.kinds, prompt_set, plan.seed - 2), plan.concurrency
     )
     _all_ok(trial)
     return len(trial.records) / trial.wall
 
 
 async def _policy_trial(
-    client: Client, plan: GoodputPlan, prompt_set: PromptSet, policy: str, repeat: int, rate: float
+    client: Client,
+    plan: GoodputPlan,
+    prompt_set: PromptSet,
+    policy: str,
+    repeat: int,
+    rate: float,
+    count: int,
 ) -> PolicyTrial:
-    calls = mixed_calls(plan.requests, plan.kinds, prompt_set, plan.seed + repeat)
-    trial = await open_loop(client, calls, poisson_times(plan.requests, rate, plan.seed + repeat))
+    calls = mixed_calls(count, plan.kinds, prompt_set, plan.seed + repeat)
+    trial = await open_loop(client, calls, poisson_times(count, rate, plan.seed + repeat))
     await asyncio.sleep(0.05)
     return PolicyTrial(
         policy=policy,

@@ -118,7 +118,7 @@ def goodput(report: GoodputReport) -> RenderableType:
         table,
         Text(f"Goodput with deadlines over goodput in order of arrival: {ratio}", style="bold"),
         Text(
-            f"median ± MAD of {plan.repeats} repeats of {plan.requests} Poisson arrivals, the same under both"
+            f"median ± MAD of {plan.repeats} repeats of {report.requests} Poisson arrivals, the same under both"
             " orders, which take turns at random. In time: the first token within the limit, counted from the"
             f" intended arrival. First token on the idle server: {idle}.",
             style="dim",

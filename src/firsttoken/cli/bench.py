@@ -141,7 +141,14 @@ def goodput(
         ),
     ] = None,
     overload: Annotated[float, typer.Option(min=0.1, help="Arrival rate, in multiples of capacity.")] = 1.3,
-    requests: Annotated[int, typer.Option(min=10, help="Arrivals per trial.")] = 100,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=10,
+            help="Arrivals per trial. Default: so many that in order of arrival the last waits for three limits.",
+            show_default=False,
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Repeats; each has arrivals of its own.")] = 3,
     seed: Annotated[int, typer.Option(help="Draws arrivals and prompts.")] = 0,
     json_file: JsonFile = None,
