@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from firsttoken.engine import EngineConfig, Request, SamplingParams
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.costs import CostModel
-from firsttoken.engine.scheduler import Scheduler, StepPlan
+from firsttoken.engine.scheduler import Scheduler, StepPlan, _Job, schedule_in_time
 from firsttoken.engine.sequence import Sequence
 
 # 10 ms whatever is in it up to 100 tokens, then 0.1 ms a token: a floor and a slope, like real hardware.
@@ -106,12 +109,32 @@ def test_without_chunks_a_prompt_is_computed_in_one_step_even_above_the_limit():
 def test_deadlines_order_feasible_before_hopeless_and_age_ends_starvation():
     s = make(max_num_seqs=1, max_waiting_s=30.0)
     s.add(seq("hopeless", 600, arrival=0.0, slo=0.03))
-    s.add(seq("late slack", 200, arrival=0.0, slo=10.0, offset=2000))
+    s.add(seq("later", 200, arrival=0.0, slo=10.0, offset=2000))
     s.add(seq("urgent", 200, arrival=0.0, slo=0.05, offset=4000))
+    s.add(seq("undated", 20, arrival=0.0, offset=6000))
     order = [x.request.request_id for x in s._prefill_candidates(0.001)]
-    assert order == ["urgent", "late slack", "hopeless"]
+    assert order == ["urgent", "later", "undated", "hopeless"]
     order = [x.request.request_id for x in s._prefill_candidates(30.031)]
     assert order[0] == "hopeless", "overdue beyond the age bound goes first"
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=6),
+)
+def test_as_many_deadlines_are_met_as_any_order_could(jobs):
+    made = [_Job(seq(f"r{i}", 1, slo=deadline), float(seconds)) for i, (seconds, deadline) in enumerate(jobs)]
+
+    def in_time(order) -> int:
+        end, count = 0.0, 0
+        for job in order:
+            end += job.seconds
+            count += end <= job.seq.deadline
+        return count
+
+    kept, late = schedule_in_time(made, 0.0)
+    assert sorted(map(id, kept + late)) == sorted(map(id, made))
+    assert in_time(kept) == len(kept), "all that are kept are in time"
+    assert len(kept) == max(in_time(order) for order in itertools.permutations(made))
 
 
 def test_without_deadlines_no_stream_of_short_prompts_starves_a_long_one():

@@ -3,13 +3,14 @@
 There are no phases. A sequence has known tokens and computed tokens; a step gives it some of the difference:
 one token (decode), many (prefill, whole or in chunks), or one and its drafts (verification).
 
-Decodes come first. What is left of the step goes to prefills in the order of `_urgency`; whether one more
+Decodes come first. What is left of the step goes to prefills in the order of `_prefill_candidates`; whether one more
 prefill joins the step or waits for the next is decided by predicted step times (`_joins`), because on hardware
 that is busy with one prompt a second one in the same step only makes the first one late.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,6 +52,46 @@ class StepPlan:
     def add(self, item: Scheduled) -> None:
         self.items.append(item)
         self.num_tokens += item.num_tokens + len(item.drafts)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A prefill and the seconds that it is predicted to take."""
+
+    seq: Sequence
+    seconds: float
+
+
+def schedule_in_time(jobs: list[_Job], now: float) -> tuple[list[_Job], list[_Job]]:
+    """(those that will meet their deadlines, in order; those that will not).
+
+    Moore and Hodgson's algorithm (J. M. Moore, Management Science 15, 1968), which makes the number of jobs in
+    time as large as one machine allows: go through the jobs by deadline, and whenever one would be late, leave out
+    the longest so far. Then the shortest job that can go first without making anybody late does: the same number
+    in time, and a lower mean.
+    """
+    kept: list[tuple[float, int]] = []  # a heap: longest first
+    left_out: set[int] = set()
+    by_deadline = sorted(jobs, key=lambda j: j.seq.deadline or 0.0)
+    end = now
+    for i, job in enumerate(by_deadline):
+        heapq.heappush(kept, (-job.seconds, i))
+        end += job.seconds
+        if end > (job.seq.deadline or 0.0):
+            seconds, longest = heapq.heappop(kept)
+            end += seconds
+            left_out.add(longest)
+    in_time = [j for i, j in enumerate(by_deadline) if i not in left_out]
+    late = [by_deadline[i] for i in sorted(left_out)]
+    end, least_slack, first = now, float("inf"), 0
+    for i, job in enumerate(in_time):
+        if job.seconds <= least_slack and job.seconds < in_time[first].seconds:
+            first = i
+        end += job.seconds
+        least_slack = min(least_slack, (job.seq.deadline or 0.0) - end)
+    if first:
+        in_time.insert(0, in_time.pop(first))
+    return in_time, late
 
 
 ProposeFn = Callable[[list[Sequence], int], list[list[int]]]
@@ -207,34 +248,47 @@ class Scheduler:
     # -- order ----------------------------------------------------------------------------------------------
 
     def _prefill_candidates(self, now: float) -> list[Sequence]:
+        """Everybody with more than one token to compute, in the order in which they are served.
+
+        Priority class first, and within a class: the overdue beyond the age bound, by age; those that can meet
+        their deadline (`_in_time`); those without a deadline, by age with a bias to few uncached tokens; the
+        hopeless, fewest uncached tokens first.
+        """
         candidates = [s for s in self.running if s.num_uncomputed_tokens > 1]
         candidates += self.waiting
-        if len(candidates) > 1:
-            if self.config.scheduling_policy == "fcfs":
-                candidates.sort(key=lambda s: s.arrival)
-            else:
-                candidates.sort(key=lambda s: self._urgency(s, now))
-        return candidates
+        if len(candidates) < 2:
+            return candidates
+        if self.config.scheduling_policy == "fcfs":
+            return sorted(candidates, key=lambda s: s.arrival)
+        jobs = [_Job(s, self._predicted_prefill(s)) for s in candidates]
+        ordered: list[Sequence] = []
+        for priority in sorted({s.request.priority for s in candidates}):
+            mine = [j for j in jobs if j.seq.request.priority == priority]
+            ordered += [j.seq for j in self._by_deadline(mine, now)]
+        return ordered
 
-    def _urgency(self, seq: Sequence, now: float) -> tuple[float, ...]:
-        """Sort key: priority class; then the overdue beyond the age bound, by age; then those that can still meet
-        their deadline, by slack in buckets of one step and within a bucket by fewest uncached tokens; then those
-        without a deadline or past hope."""
+    def _by_deadline(self, jobs: list[_Job], now: float) -> list[_Job]:
+        overdue, dated, undated = [], [], []
+        for job in jobs:
+            limit = job.seq.arrival if job.seq.deadline is None else job.seq.deadline
+            if now - limit > self.config.max_waiting_s:
+                overdue.append(job)
+            elif job.seq.deadline is None:
+                undated.append(job)
+            else:
+                dated.append(job)
+        overdue.sort(key=lambda j: j.seq.arrival)
+        undated.sort(key=lambda j: j.seq.arrival + _AGE_BIAS * j.seconds)
+        in_time, late = schedule_in_time(dated, now)
+        late.sort(key=lambda j: (j.seconds, j.seq.arrival))
+        return overdue + in_time + undated + late
+
+    def _predicted_prefill(self, seq: Sequence) -> float:
+        """Seconds of the step that would finish this prefill, beside what is decoding now."""
         todo = seq.num_uncomputed_tokens
         if not self._is_running(seq):
             todo -= min(len(self._match(seq)) * self.pool.block_size, todo - 1)
-        predicted = self.costs.predict(todo)
-        priority = seq.request.priority
-        late_since = seq.arrival if seq.deadline is None else seq.deadline
-        if now - late_since > self.config.max_waiting_s:
-            return (priority, 0, seq.arrival, 0)
-        if seq.deadline is None:
-            return (priority, 1, seq.arrival + _AGE_BIAS * predicted, 0)
-        slack = seq.deadline - now - predicted
-        if slack < 0:
-            return (priority, 2, todo, seq.arrival)
-        bucket = int(slack / max(predicted, self.costs.predict(1)))
-        return (priority, 1, bucket, todo)
+        return self.costs.predict(todo + len(self.running))
 
     def _paused(self, decodes: list[Sequence], prefills: list[Sequence], now: float) -> list[Sequence]:
         """Decodes that leave this step to a prefill of a better priority class, so that it is not slowed by them."""
