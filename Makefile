@@ -40,8 +40,8 @@ $(VENV)/.venv-stamp:
 	@touch $@
 
 $(VENV)/.torch-stamp: $(VENV)/.venv-stamp
-	@echo "installing into $(VENV): about 0.4 GB to download and 1.3 GB on disk with a CPU build of torch,"
-	@echo "about 3 GB and 7 GB with a CUDA build (Linux without TORCH_INDEX, unless pip's settings say otherwise)"
+	@echo "installing into $(VENV): about 0.4 GB to download and 1.7 GB on disk with a CPU build of torch; some GB more"
+	@echo "with a CUDA build, which Linux gets without TORCH_INDEX=… unless pip's own settings say otherwise"
 	@if test -n "$(TORCH_INDEX)"; then $(PIP) install --no-deps --index-url "$(TORCH_INDEX)" "$(TORCH)"; fi
 	@touch $@
 
