@@ -11,8 +11,9 @@ import uvloop
 
 from firsttoken.backends.base import BackendError, EngineStats
 from firsttoken.backends.embedded import EmbeddedBackend, add_counters
+from firsttoken.backends.process import available_cores, engine_environment
 from firsttoken.backends.wire import WireError
-from firsttoken.engine.config import ConfigError
+from firsttoken.engine.config import ConfigError, EngineConfig
 
 from .scripted_backend import a_request, make_backend, outputs_of, running_backend, tokens_of, until
 from .scripted_engine import FAIL_ALONE, REFUSE
@@ -190,6 +191,14 @@ async def test_nothing_is_left_behind() -> None:
     assert me.num_fds() == files
     assert me.children() == children
     assert len(asyncio.all_tasks()) == 1
+
+
+def test_the_user_has_the_last_word_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    environment = engine_environment(EngineConfig(num_threads=3))
+    assert (environment["OMP_NUM_THREADS"], environment["GOMP_SPINCOUNT"]) == ("3", "7")
+    assert engine_environment(EngineConfig())["OMP_NUM_THREADS"] == str(available_cores())
 
 
 def test_counters_of_earlier_runs_are_added_and_gauges_are_not() -> None:
