@@ -20,7 +20,9 @@ def helps(command: Any, ctx: Any) -> list[tuple[str, str]]:
     for name in list(getattr(command, "commands", {})):
         # resolving, not looking up: that is what loads a command of the top level
         _, child, _ = command.resolve_command(ctx, [name])
-        pages += helps(child, child.context_class(child, info_name=name, parent=ctx, **child.context_settings))
+        pages += helps(
+            child, child.context_class(child, info_name=name, parent=ctx, **child.context_settings)
+        )
     return pages
 
 
