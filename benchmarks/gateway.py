@@ -147,9 +147,14 @@ async def single(client: Client, targets: list[Target]) -> dict[str, Sample]:
         t.name: t.request(stream=True, max_tokens=TOKENS[1], mock={"ttft_ms": 5, "itl_ms": 2})
         for t in targets
     }
+    draw = random.Random(1)
     for warm in (True, False):
         for _ in range(10 if warm else SINGLE_REQUESTS):
             for target in targets:
+                # The mock's timers go by whole milliseconds: start anywhere within one, or the phase is a bias.
+                wait = time.perf_counter() + draw.uniform(0, 0.002)
+                while time.perf_counter() < wait:
+                    pass
                 sample = Sample() if warm else samples[target.name]
                 await client.stream(target, requests[target.name], sample)
     return samples

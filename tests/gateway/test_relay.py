@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -401,3 +402,41 @@ async def test_metrics_are_for_admins_and_name_no_key(
     )
     assert key not in text
     assert "event_loop_lag" in text
+
+
+async def test_only_a_pooled_socket_that_closed_is_tried_again(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    heads: list[int] = []  # per request, how many its connection has had
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer = b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}'
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(
+            answer
+        )
+        for nth in range(2):
+            request = await reader.readuntil(b"\r\n\r\n")
+            length = int(re.search(rb"content-length: (\d+)", request.lower() + b"content-length: 0")[1])  # type: ignore[index]
+            body = await reader.readexactly(length)
+            if length:
+                heads.append(nth)
+            if nth == 1 or b"fresh" in body:
+                break  # closes without a byte, as a server does whose idle limit has just passed
+            writer.write(head + answer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    upstreams = [{"name": "m", "base_url": url, "models": ["mock"]}]
+    gateway = await asyncio.to_thread(GatewayProgram, tmp_path, upstreams, health_interval="60s")
+    try:
+        for _ in range(4):
+            async with post(http, gateway, chat()) as answer:
+                assert answer.status == 200
+        async with post(http, gateway, chat(prompt="fresh")) as answer:
+            assert answer.status == 502
+    finally:
+        await asyncio.to_thread(gateway.stop)
+        server.close()
+    assert heads.count(1) >= 3, "pooled sockets were tried"
+    assert heads.count(0) == 5, "each request reached a fresh socket once"

@@ -50,7 +50,7 @@ def _ingest(store: Store, connection: sa.Connection, newest: Mapping[str, Record
     spent: Spent = defaultdict(int)
     holders: dict[tuple[str, str, str], int] = defaultdict(int)
     inserts, updates = [], []
-    stored = _stored(connection, list(newest))
+    stored = _stored(store, connection, list(newest))
     for record in newest.values():
         row = _row(record, prices)
         old = stored.get(record.id)
@@ -69,7 +69,7 @@ def _ingest(store: Store, connection: sa.Connection, newest: Mapping[str, Record
                     spent[record.key_id, kind, window_start] += record.tokens
                     holders[record.key_id, kind, record.process_id] += record.tokens
     if inserts:
-        connection.execute(sa.insert(t.requests), inserts)
+        store.insert_rows(connection, t.requests, inserts)
     if updates:
         values: dict[str, Any] = {name: sa.bindparam(f"b_{name}") for name in _COLUMNS if name != "id"}
         connection.execute(
@@ -114,12 +114,9 @@ def cost_nano(record: Record, price: Mapping[str, float] | None) -> int | None:
     return round(amount * 1000)
 
 
-def _stored(connection: sa.Connection, ids: list[str]) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for start in range(0, len(ids), 500):
-        query = sa.select(t.requests).where(t.requests.c.id.in_(ids[start : start + 500]))
-        rows |= {row["id"]: dict(row) for row in connection.execute(query).mappings()}
-    return rows
+def _stored(store: Store, connection: sa.Connection, ids: list[str]) -> dict[str, dict[str, Any]]:
+    query = sa.select(t.requests).where(store.among(t.requests.c.id, ids))
+    return {row["id"]: dict(row) for row in connection.execute(query).mappings()}
 
 
 class _Sums:

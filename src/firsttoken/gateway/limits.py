@@ -291,7 +291,7 @@ class Limiter:
         shares = self.shares.get(key.id, {})
         answer = {}
         for kind, capacity in key.limits:
-            share = shares.get(kind)
+            share = shares.get(kind) if kind in ("rpm", "tpm") else None
             if share is not None:
                 reset = share.cooling[-1][0] - now if share.idle(now) < capacity and share.cooling else 0.0
                 answer[kind] = (capacity, max(0, share.idle(now)), max(0.0, reset))

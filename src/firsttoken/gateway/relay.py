@@ -50,6 +50,7 @@ STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering
 MAX_READ_BODY = 16 << 20
 """Answers that are not streams are kept up to this size to read their usage at the end."""
 END_S = 2.0
+MAX_ERROR_BODY = 4096
 PING = b": ping\n\n"
 
 RETRYABLE = (aiohttp.ClientConnectionError, ConnectionError)
@@ -120,10 +121,10 @@ class Exchange:
         self.waiting_at: Candidate | None = None
         self.ahead = 0
         self.forwarded = 0.0
-        client_id = header(scope, b"x-request-id")
+        client_id = (header(scope, b"x-request-id") or b"")[:128].decode("latin-1")
         self.record = Record(
             id=new_id(),
-            client_id=client_id[:128].decode("latin-1") if client_id else None,
+            client_id=client_id if client_id and client_id.isprintable() else None,
             process_id=relay.clerk.process_id,
             key_id=key.id,
             load_test=key.load_test,
@@ -210,6 +211,8 @@ class Exchange:
         try:
             if response.status == 200 and response.content_type == "text/event-stream":
                 await self._pass_stream(response)
+            elif self.started:
+                await self._fail_after_pings(response)
             else:
                 await self._pass_body(response)
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -286,7 +289,7 @@ class Exchange:
                 self.record.gateway_ms = (self.forwarded - self.arrived) * 1e3
             try:
                 return await upstream.session.post(
-                    upstream.config.root + path,
+                    upstream.url(path),
                     data=body,
                     headers=self._headers(candidate),
                     allow_redirects=False,
@@ -398,6 +401,13 @@ class Exchange:
             await self._start(response, str(len(kept)))
             await self.send({"type": "http.response.body", "body": bytes(kept), "more_body": False})
 
+    async def _fail_after_pings(self, response: aiohttp.ClientResponse) -> None:
+        """The stream was opened for pings, and then the upstream sent something else, most likely an error."""
+        async with asyncio.timeout(self.relay.settings.idle):
+            body = await response.content.read(MAX_ERROR_BODY)
+        said = storable(body.decode("utf-8", "replace"))
+        raise ApiError(response.status, f"The upstream answered {response.status}: {said}", "upstream_error")
+
     def _first_token(self, now: float) -> None:
         self.record.ttft_ms = (now - self.arrived) * 1e3
         self.candidate.upstream.observe(now - self.forwarded, self.ahead)
@@ -481,7 +491,7 @@ class Exchange:
         if record.status != "running":
             return
         record.status = status
-        record.error = error[:300] if error else None
+        record.error = storable(error)
         record.http_status = http_status or record.http_status
         if status == "limited":
             record.upstream = ""
@@ -561,6 +571,11 @@ def header(scope: Scope, name: bytes) -> bytes | None:
         if key == name:
             return bytes(value)
     return None
+
+
+def storable(text: str | None) -> str | None:
+    """An upstream's words, cut, without what a database can't store (NUL, lone surrogates)."""
+    return text[:300].replace("\0", "").encode("utf-8", "replace").decode() if text else None
 
 
 def new_id() -> str:

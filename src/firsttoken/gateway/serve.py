@@ -276,6 +276,7 @@ def make_server(app: App) -> uvicorn.Server:
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # a middleware, for a client address that nobody asks for
             server_header=False,
             date_header=False,
             timeout_keep_alive=int(max(1, settings.request_read)),

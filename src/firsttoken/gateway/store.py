@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
@@ -86,6 +87,30 @@ class Store:
     def insert(self, table: sa.Table) -> Any:
         """INSERT with `on_conflict_do_update` and `on_conflict_do_nothing`, in the database's dialect."""
         return sqlite.insert(table) if self.sqlite else postgresql.insert(table)
+
+    def insert_rows(self, connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
+        """Inserts many rows in one statement, with the rows as one JSON parameter.
+
+        `executemany` would let go of the interpreter's lock and ask for it back once per row, and each time make the
+        event loop's thread wait: 2,000 rows a second cost two thirds of the relay's throughput.
+        """
+        names = [column.name for column in table.columns]
+        if self.sqlite:
+            values = ", ".join(f"json_extract(value, '$.{name}')" for name in names)
+            source = f"SELECT {values} FROM json_each(:rows)"
+        else:
+            source = f"SELECT {', '.join(names)} FROM json_populate_recordset(NULL::{table.name}, :rows)"
+        statement = sa.text(f"INSERT INTO {table.name} ({', '.join(names)}) {source}")
+        connection.execute(statement, {"rows": msgspec.json.encode(rows).decode()})
+
+    def among(self, column: sa.Column[Any], values: list[str]) -> sa.ColumnElement[bool]:
+        """`column IN values` with one JSON parameter, however many values there are."""
+        parameter = sa.literal(msgspec.json.encode(values).decode(), sa.Text)
+        if self.sqlite:
+            return column.in_(sa.select(sa.func.json_each(parameter).table_valued("value").c.value))
+        return column.in_(
+            sa.select(sa.func.json_array_elements_text(sa.cast(parameter, sa.JSON)).column_valued())
+        )
 
     def add_up(
         self, connection: sa.Connection, table: sa.Table, sums: Sequence[str], rows: list[dict[str, Any]]

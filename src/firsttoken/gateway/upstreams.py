@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from firsttoken.gateway.config import GatewayConfig, UpstreamConfig
 
@@ -50,6 +51,7 @@ class Upstream:
         key = config.api_key()
         self.authorization = f"Bearer {key}" if key else None
         self.key = key
+        self.urls: dict[str, URL] = {}
         self.session = self._session(connect_s)
 
     def _session(self, connect_s: float) -> aiohttp.ClientSession:
@@ -73,6 +75,13 @@ class Upstream:
             read_bufsize=256 << 10,
             skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
         )
+
+    def url(self, path: str) -> URL:
+        """Parsed once per path; paths are those of `usage.ENDPOINTS`."""
+        found = self.urls.get(path)
+        if found is None:
+            found = self.urls[path] = URL(self.config.root + path)
+        return found
 
     async def close(self) -> None:
         await self.session.close()

@@ -6,7 +6,8 @@ through untouched and a long prompt costs a scan, not a parse.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import contextlib
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -98,8 +99,12 @@ class Call:
 # ---------------------------------------------------------------- usage
 
 
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+"""What a database can add up; an upstream that says otherwise is not believed."""
+
+
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: Tokens | None = None
 
 
 class _Timing(msgspec.Struct):
@@ -109,8 +114,8 @@ class _Timing(msgspec.Struct):
 
 
 class _Speculation(msgspec.Struct):
-    drafted_tokens: int | None = None
-    accepted_tokens: int | None = None
+    drafted_tokens: Tokens | None = None
+    accepted_tokens: Tokens | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -118,14 +123,14 @@ class _Usage(msgspec.Struct):
     server's.
     """
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    prompt_tokens: Tokens | None = None
+    completion_tokens: Tokens | None = None
+    input_tokens: Tokens | None = None
+    output_tokens: Tokens | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: Tokens | None = None
+    cache_creation_input_tokens: Tokens | None = None
     timing: _Timing | None = None
     speculation: _Speculation | None = None
 
@@ -255,8 +260,9 @@ class Meter:
         if self.api == "messages":
             if event.type == "message_start" and isinstance(event.message, dict):
                 usage = event.message.get("usage")
-                if usage is not None:
-                    self.take_usage(msgspec.convert(usage, _Usage))
+                if isinstance(usage, dict):
+                    with contextlib.suppress(msgspec.ValidationError):
+                        self.take_usage(msgspec.convert(usage, _Usage))
             self.done = self.done or event.type == "message_stop"
             self._token(event.type == "content_block_delta")
         elif self.api == "responses":
