@@ -46,9 +46,9 @@ def available_cores() -> int:
 def engine_environment(config: EngineConfig) -> dict[str, str]:
     """The engine's environment. OpenMP reads it once, when torch is imported, so it is set from outside.
 
-    A step is hundreds of short parallel regions: threads that sleep after each wake up too late for the next,
-    threads that spin for long take the core from the server and the client. So they spin for about as long as
-    the gap between two regions, and sleep between two steps. What the user has set wins.
+    A step is hundreds of short parallel regions, and server and client share the cores with the engine. So
+    threads spin for about as long as the gap between two regions and sleep between two steps: sleeping at
+    once made cold first tokens later, and spinning for longer gained nothing. What the user has set wins.
     """
     return {
         "OMP_NUM_THREADS": str(config.num_threads or available_cores()),
