@@ -2,8 +2,7 @@
 
 The cache of a layer is one tensor of slots, [kv_heads, num_slots, head_dim]; block b is slots
 [b * block_size, (b + 1) * block_size). A sequence whose blocks are consecutive is read as a view; only one with
-gaps is gathered. Query heads that share a KV head are folded into rows of one product: on a CPU a grouped-query
-`scaled_dot_product_attention` with one query row takes six times as long.
+gaps is gathered. Long spans (prompts, chunks of them) are computed one by one, short ones together.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from firsttoken.engine.attention.base import Batch, SeqSpan
+from firsttoken.engine.attention.short import ShortGroup
 from firsttoken.engine.model.config import ModelConfig
 
-_FOLD_ROWS = 32
-"""Up to this many query rows go through `scaled_dot_product_attention` with heads folded into rows."""
+SHORT = 32
+"""Spans of at most this many rows are computed together, see `attention.short`."""
 _BLOCK_ROWS = 160
 """Longer spans on a CPU are computed in blocks of this many rows, so that keys after a block are left out."""
 
@@ -50,7 +50,7 @@ class _SpanPlan:
     blocks: torch.Tensor | None
     """Else its blocks, int64."""
     masks: dict[int | None, torch.Tensor | None]
-    """By sliding window, see `PagedAttention._mask`: [q_len, context_len], or [group * q_len, context_len] folded."""
+    """By sliding window, see `PagedAttention._mask`."""
 
 
 class PagedAttention:
@@ -60,12 +60,23 @@ class PagedAttention:
         self.cache = cache
         self.kv_heads = config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
-        self.head_dim = config.head_dim
         self.windows = config.layer_windows
         self.device = batch.token_ids.device
         self._num_tokens = len(batch.token_ids)
         self._triangle: torch.Tensor | None = None
-        self._spans = [self._plan(span) for span in batch.spans]
+        narrowest = min((w for w in self.windows if w is not None), default=None)
+        groups: dict[int, list[SeqSpan]] = {}
+        self._spans: list[_SpanPlan] = []
+        for span in batch.spans:
+            if span.q_len <= SHORT and (narrowest is None or span.context_len <= narrowest):
+                groups.setdefault(span.q_len, []).append(span)
+            else:
+                self._spans.append(self._plan(span))
+        size = cache.block_size
+        self._groups = [
+            ShortGroup(spans, cache.num_blocks, size, self.group, cache.dtype, self.device)
+            for spans in groups.values()
+        ]
         self._write_at = self._slots(batch.spans)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -76,9 +87,11 @@ class PagedAttention:
         else:
             keys.index_copy_(1, self._write_at, k.transpose(0, 1))
             values.index_copy_(1, self._write_at, v.transpose(0, 1))
-        if len(self._spans) == 1:
-            return self._attend(self._spans[0], layer, q, keys, values)
-        out = q.new_empty((self._num_tokens, self.kv_heads * self.group * self.head_dim))
+        if len(self._groups) == 1 and isinstance(self._groups[0].rows, slice) and not self._spans:
+            return self._groups[0].attend(q, keys, values)
+        out = q.new_empty((self._num_tokens, q.shape[1] * q.shape[2]))
+        for group in self._groups:
+            out[group.rows] = group.attend(q[group.rows], keys, values)
         for span in self._spans:
             out[span.rows] = self._attend(span, layer, q[span.rows], keys, values)
         return out
@@ -89,16 +102,11 @@ class PagedAttention:
         """q [q_len, heads, head_dim] → [q_len, heads * head_dim]."""
         k, v = self._read(span, keys), self._read(span, values)
         mask = span.masks[self.windows[layer]]
-        n, group, kv_heads = span.q_len, self.group, self.kv_heads
-        if n <= _FOLD_ROWS:
-            # [1, kv_heads, group * q_len, head_dim]: rows of one KV head's group behind each other.
-            rows = q.view(n, kv_heads, group, -1).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, -1)
-            out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask)
-            return out.view(kv_heads, group, n, -1).permute(2, 0, 1, 3).reshape(n, -1)
+        n, group = span.q_len, self.group
         if self.device.type == "cpu" and mask is None:
             return self._attend_in_blocks(q, k, v)
         # [kv_heads, group, q_len, head_dim] against keys that all heads of the group read without a copy.
-        heads = q.view(n, kv_heads, group, -1).permute(1, 2, 0, 3)
+        heads = q.view(n, self.kv_heads, group, -1).permute(1, 2, 0, 3)
         k = k[:, None].expand(-1, group, -1, -1)
         v = v[:, None].expand(-1, group, -1, -1)
         causal = mask is None and n == span.context_len
@@ -113,7 +121,7 @@ class PagedAttention:
         The arithmetic is that of the textbook: scores and probabilities in the model's dtype, the softmax between
         them in float32. torch's fused CPU kernel takes half as long again in bfloat16, whose tiles it converts.
         """
-        n, kv_heads, group, dim = len(q), self.kv_heads, self.group, self.head_dim
+        n, kv_heads, group, dim = len(q), self.kv_heads, self.group, q.shape[-1]
         context = k.shape[1]
         heads = (q * dim**-0.5).view(n, kv_heads, group, dim).permute(1, 2, 0, 3)
         out = q.new_empty((n, kv_heads, group, dim))
@@ -139,8 +147,9 @@ class PagedAttention:
         if span.view is not None:
             return storage[:, span.view]
         assert span.blocks is not None
-        paged = storage.view(self.kv_heads, self.cache.num_blocks, self.cache.block_size * self.head_dim)
-        gathered = paged.index_select(1, span.blocks).view(self.kv_heads, -1, self.head_dim)
+        dim = storage.shape[-1]
+        paged = storage.view(self.kv_heads, self.cache.num_blocks, self.cache.block_size * dim)
+        gathered = paged.index_select(1, span.blocks).view(self.kv_heads, -1, dim)
         return gathered[:, : span.context_len]
 
     def _plan(self, span: SeqSpan) -> _SpanPlan:
@@ -163,15 +172,10 @@ class PagedAttention:
         )
 
     def _mask(self, span: SeqSpan, window: int | None) -> torch.Tensor | None:
-        """What is added to the scores: 0 where a row may look, -inf elsewhere. None where every row sees everything,
-        and for plain causal attention of a long span."""
-        n, context = span.q_len, span.context_len
-        folded = n <= _FOLD_ROWS
-        limited = window is not None and context > window
-        if not limited and (n == 1 or not folded):
+        """[q_len, context_len], added to the scores, where a window limits the span; None: plain causal."""
+        if window is None or span.context_len <= window:
             return None
-        mask = self._causal_mask(n, context, window if limited else None)
-        return mask.repeat(self.group, 1) if folded else mask
+        return self._causal_mask(span.q_len, span.context_len, window)
 
     def _causal_mask(self, n: int, context: int, window: int | None = None) -> torch.Tensor:
         """[n, context] in the cache's dtype for the last n positions."""
