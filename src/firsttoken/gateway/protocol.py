@@ -29,10 +29,6 @@ class Together(asyncio.Transport):
         super().__init__()
         self.transport, self.loop = transport, loop
         self.pending: list[bytes] = []
-        # What uvicorn calls beside `write` and `close` goes to the transport itself.
-        self.is_closing = transport.is_closing
-        self.get_extra_info = transport.get_extra_info
-        self.pause_reading, self.resume_reading = transport.pause_reading, transport.resume_reading
 
     def write(self, data: bytes) -> None:  # type: ignore[override]
         if not self.pending:
@@ -45,6 +41,18 @@ class Together(asyncio.Transport):
 
     def abort(self) -> None:
         self.transport.abort()
+
+    def is_closing(self) -> bool:
+        return self.transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self.transport.resume_reading()
 
     def _flush(self) -> None:
         pending, self.pending = self.pending, []

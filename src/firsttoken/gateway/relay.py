@@ -25,7 +25,6 @@ from firsttoken.gateway.limits import Permit, Refused, Unavailable
 from firsttoken.gateway.metrics import Metrics
 from firsttoken.gateway.routing import Candidate, Route, Router
 from firsttoken.gateway.tracing import Tracer
-from firsttoken.gateway.upstreams import Attempt
 from firsttoken.gateway.usage import Api, Call, Meter, server_timing
 
 log = logging.getLogger("firsttoken.gateway")
@@ -282,7 +281,6 @@ class Exchange:
         upstream.waiting += 1
         upstream.in_flight += 1
         for again in (True, False):
-            attempt = Attempt()
             self.record.attempts += 1
             self.forwarded = time.perf_counter()
             if self.record.gateway_ms is None:
@@ -293,12 +291,13 @@ class Exchange:
                     data=body,
                     headers=self._headers(candidate),
                     allow_redirects=False,
-                    trace_request_ctx=attempt,
                 )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 # A pooled socket that the upstream closed just now: nobody has seen the request.
-                if not (again and attempt.reused):
+                if not again or self.record.id in upstream.connector.opened:
                     raise
+            finally:
+                upstream.connector.opened.discard(self.record.id)
         raise AssertionError("unreachable")
 
     def _headers(self, candidate: Candidate) -> dict[str, str]:

@@ -246,7 +246,8 @@ async def _serve(
     await app.start()
     metrics = await _serve_metrics(app, metrics_listener) if metrics_listener is not None else None
     try:
-        ready.send(True)
+        with contextlib.suppress(OSError):  # nobody waits to hear of a worker that replaces another
+            ready.send(True)
         ready.close()
         await server.serve(sockets=[listener])
     finally:
