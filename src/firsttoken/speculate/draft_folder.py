@@ -1,0 +1,111 @@
+"""A draft as a folder: config.json, model.safetensors, and recipe.json beside them.
+
+A feature draft's folder is an EAGLE-3 checkpoint without what it has from its target: the embedding, and the head's
+rows where those are not tuned. `firsttoken draft export` adds them for other servers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from firsttoken.engine.config import ConfigError
+from firsttoken.engine.model.checkpoint import read_json
+from firsttoken.engine.model.decoder import Decoder
+from firsttoken.speculate.feature_draft import FeatureConfig, FeatureDraft
+
+FEATURE_ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+def save_feature_draft(
+    draft: FeatureDraft, target: Decoder, fingerprint: str, folder: Path, recipe: dict[str, Any]
+) -> None:
+    """Writes `draft` (not prepared). fingerprint: of the target's weights (`models.fingerprint`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: w.detach().cpu().contiguous() for name, w in draft.named_weights().items()}
+    ids = draft.token_ids.cpu()
+    # EAGLE-3 stores the distance from a row of the head to its token.
+    weights["d2t"] = ids - torch.arange(len(ids))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = eagle3_config(draft, target)
+    config["firsttoken"] = {"kind": "feature", "target": fingerprint, **asdict(draft.config)}
+    write_json(folder / "config.json", config)
+    write_json(folder / "recipe.json", recipe)
+
+
+def eagle3_config(draft: FeatureDraft, target: Decoder) -> dict[str, Any]:
+    """The config.json by which vLLM's `eagle3` builds the draft's layer. It reads a layer's input, as `capture`
+    does, so the ids need no offset."""
+    c, t = draft.config, target.config
+    if t.rope.type != "default":
+        raise ConfigError(f"feature drafts of models with {t.rope.type} RoPE can't be written yet")
+    return {
+        "architectures": [FEATURE_ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": t.rope.theta,
+        "max_position_embeddings": t.max_position_embeddings,
+        "vocab_size": t.vocab_size,
+        "draft_vocab_size": c.draft_vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "eagle_aux_hidden_state_layer_ids": list(c.capture),
+        "torch_dtype": str(draft.dtype).removeprefix("torch."),
+    }
+
+
+def load_feature_draft(folder: Path, target: Decoder) -> FeatureDraft:
+    """The draft in `folder` in the target's dtype and on its device, not prepared. Raises ConfigError if it is no
+    feature draft or does not fit the target's shape."""
+    raw = read_json(folder, "config.json").get("firsttoken")
+    if not isinstance(raw, dict) or raw.get("kind") != "feature":
+        raise ConfigError(f"{folder} is not a feature draft: make one with `firsttoken draft train`")
+    try:
+        fields = {name: raw[name] for name in FeatureConfig.__dataclass_fields__}
+    except KeyError as missing:
+        raise ConfigError(
+            f"{folder / 'config.json'} has no {missing} under firsttoken: train the draft again"
+        ) from None
+    config = FeatureConfig(**{**fields, "capture": tuple(fields["capture"])})
+    t = target.config
+    for name, theirs in (("hidden_size", t.hidden_size), ("head_dim", t.head_dim)):
+        if getattr(config, name) != theirs:
+            raise ConfigError(
+                f"draft {folder} has {name} {getattr(config, name)}, the model {theirs}: it is of another model"
+            )
+    if config.capture[-1] >= t.num_layers:
+        raise ConfigError(f"draft {folder} reads layer {config.capture[-1]} of a model with {t.num_layers}")
+    try:
+        weights = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{folder / 'model.safetensors'} can't be read ({error}): train the draft again"
+        ) from None
+    ids = weights.pop("d2t") + torch.arange(config.draft_vocab_size)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < t.vocab_size:
+        raise ConfigError(
+            f"draft {folder} drafts tokens outside the model's vocabulary: it is of another model"
+        )
+    draft = FeatureDraft(config, target, ids)
+    for name, weight in draft.named_weights().items():
+        if name not in weights or weights[name].shape != weight.shape:
+            raise ConfigError(f"{folder / 'model.safetensors'} lacks a whole {name}: train the draft again")
+        weight.copy_(weights[name])
+    return draft
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
