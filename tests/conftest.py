@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from firsttoken import models
 # No test is decided by time: a slow machine is no bug.
 hypothesis.settings.register_profile("firsttoken", deadline=None)
 hypothesis.settings.load_profile("firsttoken")
+
+# A shell starts background jobs with Ctrl-C ignored, and children inherit that: those of the tests must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REQUIRE_ALL = os.environ.get("REQUIRE_ALL") == "1"
 

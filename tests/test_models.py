@@ -90,7 +90,8 @@ def test_a_stored_hub_model_needs_no_network(home):
         ("~nobody-of-that-name/x", "does not exist"),
     ],
 )
-def test_unknown_names_say_what_is_known(home, name, expected):
+def test_unknown_names_say_what_is_known(home, name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as error:
         models.resolve(name)
     assert expected in one_line(error)
