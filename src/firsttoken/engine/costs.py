@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 
 
 class CostModel:
@@ -18,12 +19,10 @@ class CostModel:
         self.set_points(points or [(1, 0.02), (2048, 1.0)])
 
     def set_points(self, points: list[tuple[int, float]]) -> None:
-        """points: (tokens, seconds), ascending. Times are made non-decreasing: noise must not say that more
-        tokens cost less."""
+        """points: (tokens, seconds), ascending. A step never costs more than a measured one of more tokens: what
+        a busy machine adds to one measurement is taken out by the next."""
         self.tokens = [n for n, _ in points]
-        self.seconds: list[float] = []
-        for _, s in points:
-            self.seconds.append(max(s, self.seconds[-1] if self.seconds else 0.0))
+        self.seconds = list(accumulate((s for _, s in reversed(points)), min))[::-1]
         self.correction = 1.0
 
     def predict(self, num_tokens: int) -> float:
