@@ -66,7 +66,7 @@ def prompts(smollm2: Path) -> list[list[int]]:
 
 def make_engine(smollm2: Path, model: Decoder, speculator: object = None, **settings) -> Engine:
     config = EngineConfig(model=str(smollm2), dtype="float32", device="cpu", **settings)
-    return Engine(config, model=model, make_speculator=lambda config, costs: speculator)
+    return Engine(config, model=model, make_speculator=lambda *_: speculator)
 
 
 def test_greedy_text_is_that_of_transformers(smollm2, model, prompts):

@@ -47,13 +47,15 @@ def tiny_model(window: int | None = None) -> Decoder:
 def tiny_engine(
     *, speculator: Any = None, kv_tokens: int = 4096, window: int | None = None, **settings: Any
 ) -> Engine:
-    """An engine on the tiny model with `kv_tokens` of cache. speculator: an object for every Speculator call."""
+    """An engine on the tiny model with `kv_tokens` of cache. speculator: one, or a factory of one."""
     settings.setdefault("block_size", 4)
     settings.setdefault("max_model_len", min(128, kv_tokens))
     model = tiny_model(window)
     memory = model.config.kv_bytes_per_token(8) * kv_tokens
     config = EngineConfig(dtype="float64", device="cpu", kv_cache_memory=str(memory), **settings)
-    make = (lambda config, costs: speculator) if speculator is not None else None
+    make = speculator
+    if speculator is not None and not callable(speculator):
+        make = lambda *_: speculator  # noqa: E731
     return Engine(config, model=model, make_speculator=make)
 
 
@@ -115,6 +117,8 @@ def full_logits(token_ids: list[int], window: int | None = None) -> torch.Tensor
 
 class ScriptedSpeculator:
     """Drafts from a function (sequence, count) -> tokens, `gamma` at a time."""
+
+    capture = ()
 
     def __init__(self, draft: Any, gamma: int) -> None:
         self.draft, self.gamma = draft, gamma

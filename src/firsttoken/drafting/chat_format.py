@@ -33,7 +33,7 @@ class ChatFormat:
             for role, text in (("user", _USER), ("assistant", _ANSWER), ("user", _AGAIN))
         ]
         try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception as error:  # templates are programs: they raise what they like
             raise ConfigError(
                 f"{folder}: the chat template can't be used ({error}): a draft is trained on the model's chats,"

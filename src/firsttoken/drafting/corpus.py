@@ -148,7 +148,7 @@ def write_chats(
             break
         cache.position = position
         positions = torch.full((rows,), position, dtype=torch.int64, device=device)
-        logits = model.logits(model.forward(token, positions, cache))  # type: ignore[arg-type]
+        logits = model.logits(model.forward(token, positions, cache))
         temperature = torch.where(answering, answer_temperature, config.user_temperature)
         sampled = _draw(logits, temperature, generator)
         on_step(rows)

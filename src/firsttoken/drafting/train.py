@@ -125,7 +125,7 @@ class Trainer:
             self._masters[name].grad = None
             holder.weight = self._masters[name].to(self._dtypes[name])
         loss = self.learner.loss(*drawn)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     def _schedule(self) -> float:

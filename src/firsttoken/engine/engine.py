@@ -6,8 +6,10 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
+
+import torch
 
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.config import ConfigError, EngineConfig
@@ -28,8 +30,28 @@ from firsttoken.engine.scheduler import Scheduled, Scheduler, StepPlan
 from firsttoken.engine.sequence import Sequence
 
 
+@dataclass(slots=True)
+class Computed:
+    """What a step computed of one sequence, for a drafter that reads the model's states."""
+
+    seq: Sequence
+    start: int
+    stop: int
+    """The sequence's tokens [start, stop) have been computed and stand; rejected drafts are not among them."""
+    block_table: list[int]
+    """The sequence's own is already gone if it ended with this step; its blocks still hold what they held."""
+    states: torch.Tensor
+    """[n, C * H], n >= stop - start: the residual stream before each of the C captured layers, side by side."""
+
+
 class Speculator(Protocol):
     """Drafts for decoding sequences, and the choice of how many. Implementations live in `firsttoken.speculate`."""
+
+    capture: tuple[int, ...]
+    """Layers before which the model's residual stream is wanted (see `computed`), ascending; often none."""
+
+    def computed(self, items: list[Computed]) -> None:
+        """Called after the step's outputs have been handed over, if `capture` names layers."""
 
     def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
         """Drafts for each sequence, at most `budget` tokens in all; an empty list where none is worth it."""
@@ -47,7 +69,7 @@ class Speculator(Protocol):
         """Whether drafts are used, how many, and why: words and numbers for logs, metrics and the benchmark."""
 
 
-SpeculatorFactory = Callable[[EngineConfig, CostModel], Speculator | None]
+SpeculatorFactory = Callable[[EngineConfig, CostModel, Runner], Speculator | None]
 OnOutputs = Callable[[list[RequestOutput]], None]
 
 
@@ -96,6 +118,7 @@ class Engine:
         self._ended_between_steps: list[RequestOutput] = []
         self._seeds = random.Random(config.seed)
         self._serial = itertools.count()
+        self._drafting_seconds = 0.0
         self._counters: dict[str, Any] = {
             "steps": 0,
             "prompt_tokens": 0,
@@ -162,19 +185,39 @@ class Engine:
         but they do not, and returned."""
         outputs, self._ended_between_steps = self._ended_between_steps, []
         started = time.monotonic()
-        propose = self.speculator.propose if self.speculator else None
-        plan = self.scheduler.plan(started, propose)
+        self._drafting_seconds = 0.0
+        plan = self.scheduler.plan(started, self._propose if self.speculator else None)
+        computed: list[Computed] = []
         if plan.items:
-            results = self.runner.run(plan)
+            results = self.runner.run(plan, self.speculator.capture if self.speculator else ())
             now = time.monotonic()
             for item, result in zip(plan.items, results, strict=True):
+                seq, start, table = item.seq, item.seq.num_computed_tokens, item.seq.block_table
                 if (output := self._commit(item, result, now)) is not None:
                     outputs.append(output)
+                if result.states is not None:
+                    stop = self._end_of_computed(item, result, start)
+                    computed.append(Computed(seq, start, stop, table, result.states))
         if on_outputs is not None and outputs:
             on_outputs(outputs)
+        if computed and self.speculator is not None:
+            self.speculator.computed(computed)
         if plan.items:
             self._after_step(plan, now - started)
         return outputs
+
+    def _propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
+        assert self.speculator is not None
+        started = time.monotonic()
+        drafts = self.speculator.propose(seqs, budget)
+        self._drafting_seconds += time.monotonic() - started
+        return drafts
+
+    def _end_of_computed(self, item: Scheduled, result: SeqResult, start: int) -> int:
+        """How many leading tokens are computed after a step that began at `start` and has been committed: all but
+        the last known one, which was only sampled, and no rejected draft."""
+        stop = start + item.num_tokens + max(len(result.tokens) - 1, 0)
+        return min(stop, len(item.seq.token_ids) - 1) if result.tokens else stop
 
     def _commit(self, item: Scheduled, result: SeqResult, now: float) -> RequestOutput | None:
         """Takes a step's result into the sequence; None if there is nothing to tell yet."""
@@ -195,7 +238,7 @@ class Engine:
             self._count_drafts(seq, item.drafts, accepted)
         first = seq.num_output_tokens == 0
         seq.token_ids += tokens
-        seq.num_computed_tokens = min(start + item.num_tokens + accepted, len(seq.token_ids) - 1)
+        seq.num_computed_tokens = self._end_of_computed(item, result, start)
         if has_penalties(s):
             for token in tokens:
                 seq.output_counts[token] = seq.output_counts.get(token, 0) + 1
@@ -286,6 +329,7 @@ class Engine:
         for item in plan.items:
             if item.seq.block_table:  # not ended
                 self.scheduler.register_computed(item.seq)
+        seconds -= self._drafting_seconds  # the cost model is of the target's steps alone
         self.costs.observe(plan.num_tokens, seconds)
         if self.speculator is not None and not plan.num_prefills:
             self.speculator.observe_step(plan.num_tokens, seconds)
@@ -305,6 +349,8 @@ class Engine:
             sizes = [n for n in sizes if n <= 256] or [1]
         blocks = self.pool.allocate(-(-max(sizes) // size))
         try:
+            if self.limits.device.type == "cpu":
+                self.runner.prime(range(1, 65), blocks[0])
             points = [(n, self.runner.time_step(n, n, blocks, repeats=3 if n <= 64 else 2)) for n in sizes]
         finally:
             self.pool.release(blocks)
@@ -321,10 +367,12 @@ class Engine:
             raise ConfigError("settings can change only while no request is running")
         self.limits, config = self.limits.reconfigured(self.config, changes)
         speculator = self._build_speculator(config)
+        # Blocks cached until now lack a new drafter's part.
+        stale = speculator is not None and speculator.capture != ()
         self.config, self.speculator = config, speculator
         self.scheduler.config = config
         self.pool.drop_pins(float("inf"))
-        if not config.enable_prefix_caching:
+        if stale or not config.enable_prefix_caching:
             self.pool.reset_cache()
         return asdict(config)
 
@@ -338,7 +386,7 @@ class Engine:
                     " use firsttoken.backends.factory.create_engine"
                 )
             return None
-        return self._make_speculator(config, self.costs)
+        return self._make_speculator(config, self.costs, self.runner)
 
     def _check(self, request: Request) -> None:
         prompt, longest = request.prompt_token_ids, self.limits.max_model_len

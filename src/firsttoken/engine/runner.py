@@ -24,6 +24,9 @@ class SeqResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """For the prompt positions behind the rows computed in this step."""
+    states: torch.Tensor | None = None
+    """With `capture`: the residual stream before each captured layer, of every row computed for the sequence, drafts
+    included, [n, C * H]."""
 
 
 class Runner:
@@ -38,8 +41,8 @@ class Runner:
         self.sampler = Sampler(model.config.vocab_size, eos_token_ids, model.device)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> list[SeqResult]:
-        """Runs one step; results in the order of `plan.items`."""
+    def run(self, plan: StepPlan, capture: tuple[int, ...] = ()) -> list[SeqResult]:
+        """Runs one step; results in the order of `plan.items`. capture: layers whose input drafts are made from."""
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[SeqSpan] = []
@@ -60,17 +63,33 @@ class Runner:
         batch = Batch(
             torch.tensor(token_ids, device=self.device), torch.tensor(positions, device=self.device), spans
         )
-        logits = self._forward(batch, wanted)
-        return self._sample(plan, logits, rows)
+        captured: list[torch.Tensor] = []
+        logits = self._forward(batch, wanted, capture, captured)
+        results = self._sample(plan, logits, rows)
+        if captured:
+            states = torch.cat(captured, dim=-1)
+            for result, span in zip(results, spans, strict=True):
+                result.states = states[span.q_start : span.q_start + span.q_len]
+        return results
 
-    def _forward(self, batch: Batch, wanted: list[int]) -> torch.Tensor:
-        """Logits [len(wanted), V] of the given rows (of one row if none is wanted: the cache is what counts)."""
+    def _forward(
+        self,
+        batch: Batch,
+        wanted: list[int],
+        capture: tuple[int, ...] = (),
+        captured: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Logits [len(wanted), V] of the given rows (of one row if none is wanted: the cache is what counts).
+        `captured` gets the stream before each layer of `capture`, [T, H]."""
         last = None
         if len(wanted) < len(batch.token_ids):
             last = torch.tensor(wanted or [0], device=self.device)
         attend = PagedAttention(self.model.config, self.cache, batch)
-        hidden = self.model.forward(batch.token_ids, batch.positions, attend, last_rows=last)
-        assert isinstance(hidden, torch.Tensor)
+        hidden = self.model.embed(batch.token_ids)
+        hidden = self.model.run_layers(
+            hidden, batch.positions, attend, capture=capture, captured=captured, last_rows=last
+        )
+        hidden = self.model.norm(hidden)
         return self.model.logits(hidden) if wanted else hidden
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor, rows: list[SampleRow]) -> list[SeqResult]:
@@ -115,6 +134,16 @@ class Runner:
             if item.samples:
                 row += len(item.drafts) + 1
         return used
+
+    @torch.inference_mode()
+    def prime(self, row_counts: range, block: int) -> None:
+        """Runs one layer and the head once for each row count; writes into `block`. oneDNN makes a kernel for every
+        shape it meets, and a first token should not wait for that."""
+        for rows in row_counts:
+            spans = [SeqSpan(i, 1, 1, [block]) for i in range(rows)]
+            ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+            attend = PagedAttention(self.model.config, self.cache, Batch(ids, ids, spans))
+            self.model.logits(self.model.run_layers(self.model.embed(ids), ids, attend, 0, 1))
 
     @torch.inference_mode()
     def time_step(self, num_tokens: int, context_len: int, blocks: list[int], repeats: int) -> float:

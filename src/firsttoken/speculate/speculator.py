@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from firsttoken.engine.config import ConfigError, EngineConfig
 from firsttoken.engine.costs import CostModel
+from firsttoken.engine.engine import Computed
+from firsttoken.engine.runner import Runner
 from firsttoken.engine.sequence import Sequence
+from firsttoken.speculate.draft_folder import load_feature_draft
+from firsttoken.speculate.feature import FeatureSpeculator
+from firsttoken.speculate.find import own_draft
 from firsttoken.speculate.ngram import NgramDrafter
 from firsttoken.speculate.policy import Acceptance, Choice, choose_gamma
 
@@ -19,6 +26,8 @@ _ADVANTAGE = 1.02
 
 class Speculator:
     """Implements `engine.engine.Speculator` for drafters on the host."""
+
+    capture = ()
 
     def __init__(self, drafter: NgramDrafter, costs: CostModel, *, max_gamma: int, always: bool) -> None:
         self.drafter = drafter
@@ -50,6 +59,9 @@ class Speculator:
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """The engine's cost model has seen the step already."""
+
+    def computed(self, items: list[Computed]) -> None:
+        """Never called: no layer is captured."""
 
     def forget(self, seq: Sequence) -> None:
         self.drafter.forget(seq)
@@ -96,9 +108,35 @@ class Speculator:
         return self._choice.best_gamma if self._unprofitable % _PROBE_EVERY == 0 else 0
 
 
-def make_speculator(config: EngineConfig, costs: CostModel) -> Speculator | None:
-    """The drafter that the settings name. Raises ConfigError for one that does not exist."""
-    if config.draft not in (None, "ngram"):
-        raise ConfigError(f"--draft {config.draft!r} is not a drafter; these are: ngram, none")
+def make_speculator(
+    config: EngineConfig, costs: CostModel, runner: Runner
+) -> Speculator | FeatureSpeculator | None:
+    """The drafter that the settings name; without a name the model's own draft, else n-grams.
+
+    Raises ConfigError for a draft that does not exist or does not fit the model.
+    """
     gamma = config.num_speculative_tokens or _DEFAULT_GAMMA
-    return Speculator(NgramDrafter(), costs, max_gamma=gamma, always=config.speculation == "always")
+    always = config.speculation == "always"
+    folder = None
+    if config.draft is None and config.model:
+        folder = own_draft(Path(config.model))
+    elif config.draft not in (None, "ngram"):
+        folder = Path(os.path.expanduser(config.draft))
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--draft {config.draft}: there is no such folder; give a draft's, ngram or none"
+            )
+    if folder is None:
+        return Speculator(NgramDrafter(), costs, max_gamma=gamma, always=always)
+    draft = load_feature_draft(folder, runner.model)
+    draft.prepare()
+    cache = runner.cache
+    return FeatureSpeculator(
+        draft,
+        costs,
+        num_blocks=cache.num_blocks,
+        block_size=cache.block_size,
+        max_gamma=gamma,
+        always=always,
+        name=f"feature draft {folder.name}",
+    )
