@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,8 +13,8 @@ import pytest
 
 from firsttoken.engine.request import Request, SamplingParams
 
-from .models import EOS
-from .running import Running
+from .models import EOS, write_model
+from .running import Running, running
 
 FOX = "The quick brown fox jumps over the lazy dog."
 USER = [{"role": "user", "content": "Hi"}]
@@ -220,3 +222,23 @@ def test_continue_final_message(server: Running) -> None:
         "assistant\nThe sky is"
     )
     assert server.chat(continue_final_message=True).error["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"a": [1, "é"]}', '{"a": [1, "é"]}'),
+        ("no JSON", '"no JSON"'),
+        ('{"a": "\\ud83d"}', None),
+        ("NaN", '"NaN"'),
+    ],
+)
+def test_arguments_of_earlier_tool_calls(tmp_path: Path, arguments: str, rendered: str | None) -> None:
+    """Objects for the template where they are JSON, else the text that they are, and never half a character."""
+    template = "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": arguments}}
+    with running(write_model(tmp_path / "m", template=template)) as server:
+        reply = server.chat(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert reply.status == 200
+        prompt = server.tokenizer.decode(server.backend.requests[-1].prompt_token_ids)
+        assert prompt == (json.dumps(arguments) if rendered is None else rendered)

@@ -26,9 +26,9 @@ def test_open_streams_and_new_requests(model_folder: Path) -> None:
         server.backend.gap = 0.02
         streams = [server.open("/v1/chat/completions", CHAT | {"stream": True, "n": n}) for n in (1, 1, 3)]
         begun = [receive_until(stream, b'"content":"') for stream in streams]
+        server.backend.stopped = True
         silent = server.open("/v1/chat/completions", CHAT | {"stream": True})
         whole = server.open("/v1/chat/completions", CHAT)
-        server.backend.stopped = True
         server.until(lambda: len(server.backend.live) == 7, "all requests run")
         dies(server)
         for stream, data in zip(streams, begun, strict=True):

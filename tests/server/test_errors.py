@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from firsttoken.backends.wire import Submit, pack
 from firsttoken.server.config import ServerConfig
+from firsttoken.server.schemas import ChatRequest
 
 from .running import Running, running
 
@@ -80,6 +84,63 @@ def test_bodies_that_are_no_json_objects(server: Running, path: str, body: bytes
     reply = server.post(path, body)
     assert reply.status == 400
     assert reply.error["message"]
+
+
+CUT = "cut inside an emoji \\ud83d"
+"""JSON as Python's json writes a text that ends in half of a surrogate pair."""
+
+
+@pytest.mark.parametrize(
+    ("field", "param", "says"),
+    [
+        (f'"messages": [{{"role": "user", "content": "{CUT}"}}]', "messages", "surrogate"),
+        (f'"messages": [{{"role": "user", "content": "x", "name": ["{CUT}"]}}]', "messages", "surrogate"),
+        ('"cache_salt": "\\udc00"', "cache_salt", "surrogate"),
+        ('"stop": ["a", "\\ud800"]', "stop", "surrogate"),
+        ('"chat_template_kwargs": {"\\ud800": 1}', "chat_template_kwargs", "surrogate"),
+        ('"\\udfff": 1', "\\udfff", "surrogate"),
+        ('"temperature": NaN', "temperature", "number"),
+        ('"temperature": 1e999', "temperature", "number"),
+        ('"logit_bias": {"1": -Infinity}', "logit_bias", "number"),
+        (f'"seed": {"9" * 5000}', "seed", "number"),
+        (f'"seed": {10**30}', "seed", "<="),
+        (f'"priority": {2**63}', "priority", "<="),
+        (f'"min_tokens": {-(2**64)}', "min_tokens", ">="),
+        (f'"stop_token_ids": [{2**64}]', "stop_token_ids", "<="),
+        (f'"ttft_slo_ms": {10**40}', "ttft_slo_ms", "<="),
+    ],
+)
+def test_what_json_can_say_and_no_parameter_can_hold(
+    server: Running, field: str, param: str, says: str
+) -> None:
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
+    reply = server.post(CHAT, body.encode())
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert says in reply.error["message"]
+    assert not server.backend.requests
+
+
+TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
+"""With halves of surrogate pairs."""
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@given(field=st.sampled_from(sorted(ChatRequest.__struct_fields__)), value=ANYTHING)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_accepted_can_be_sent_to_the_engine(server: Running, field: str, value: Any) -> None:
+    server.backend.requests.clear()
+    reply = server.chat(**{field: value})
+    if reply.status == 200:
+        assert server.backend.requests
+        for request in server.backend.requests:
+            pack(Submit(request))
+    else:
+        assert reply.status == 400 or (field, reply.status) == ("model", 404)
+        assert reply.error["param"] == field
 
 
 def test_too_long_prompts_name_both_lengths(server: Running) -> None:
@@ -174,6 +235,8 @@ def test_dev_routes_only_in_dev_mode(model_folder: Path, server: Running) -> Non
     assert server.post("/reset_prefix_cache", b"").json == {"reset": True}
     assert server.post("/reconfigure", {"max_num_seqs": 64}).json["settings"]["max_num_seqs"] == 64
     assert "nothing" in server.post("/reconfigure", {"nothing": 1}).error["message"]
+    reply = server.post("/reconfigure", {"max_num_seqs": [2**64]})
+    assert (reply.status, reply.error["param"]) == (400, "max_num_seqs")
     server.backend.stopped = True
     with server.open("/v1/completions", {"prompt": "x"}):
         server.until(lambda: bool(server.backend.live), "the request runs")

@@ -271,8 +271,15 @@ class App:
         body = await connection.body(self._body_limit)
         try:
             changes = msgspec.json.decode(body, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise bad_request(f"The body must be a JSON object of settings: {error}.") from None
+        for name, value in changes.items():
+            try:
+                msgspec.msgpack.encode(value)  # as it would travel to the engine's process
+            except OverflowError:
+                raise bad_request(
+                    f"{name}: an integer has more than 64 bits.", name, "invalid_value"
+                ) from None
         _check_idle(serving)
         try:
             settings = await serving.backend.reconfigure(changes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+
+import msgspec
 
 from firsttoken.engine.request import TokenLogprobs
 from firsttoken.server.collect import Collected
@@ -101,8 +102,9 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
     for call in calls:
         function = call["function"]
         if isinstance(function.get("arguments"), str):
-            with suppress(ValueError, RecursionError):
-                function = {**function, "arguments": json.loads(function["arguments"])}
+            # Strictly: what it refuses (NaN, half of a surrogate pair) stays the text that the client sent.
+            with suppress(msgspec.MsgspecError, RecursionError):
+                function = {**function, "arguments": msgspec.json.decode(function["arguments"])}
         parsed.append({**call, "function": function})
     return parsed
 

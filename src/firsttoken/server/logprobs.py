@@ -27,7 +27,8 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], tokenizer: Tokenizer, as_ids
                 "top_logprobs": [token(i, value) for i, value in entry.top],
             }
             for entry in entries
-        ]
+        ],
+        "refusal": None,
     }
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from firsttoken.server.errors import bad_request, nearest
+from firsttoken.server.unreadable import unreadable
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -291,7 +292,7 @@ def parse_body(body: bytes, kind: type[Struct]) -> Any:
     try:
         content = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"The body is not valid JSON: {error}.") from None
+        raise unreadable(body, str(error)) from None
     if not isinstance(content, dict):
         raise bad_request("The body must be a JSON object.")
     return validate(content, kind)
