@@ -19,13 +19,14 @@ from firsttoken.engine.noise import gumbel, row_key
 from firsttoken.engine.sequence import Sequence
 from firsttoken.speculate.feature_cache import Advance, FeatureCache, Pending
 from firsttoken.speculate.feature_draft import FeatureDraft
-from firsttoken.speculate.policy import Acceptance, Choice, choose_gamma
+from firsttoken.speculate.policy import Acceptance, Calibration, MeasuredGain
 
-_PROBE_EVERY = 64
-"""With drafts unprofitable, every so many steps one drafts anyway: texts change."""
-_PROBE_GAMMA = 2
+_PROBE_EVERY, _PROBE_CYCLES = 128, 3
+"""With drafts unprofitable, of every so many steps a few draft anyway: texts change."""
+_TRIES = 8
+"""Cycles before drafting is judged."""
 _ADVANTAGE = 1.03
-"""`auto` drafts only above this predicted speed-up: below, the prediction's own error decides."""
+"""`auto` drafts only above this speed-up: below, the measurement's own error decides."""
 _COST_RATE = 0.1
 """Weight of a new measurement of a drafting step in its running mean."""
 
@@ -55,10 +56,17 @@ class FeatureSpeculator:
         self._always = always
         self._pending: dict[Sequence, Pending] = {}
         self._ended: list[Sequence] = []
-        self._acceptance = Acceptance(max_gamma, prior=0.7)
+        self._acceptance = Acceptance(max_gamma)
+        self._calibrations = (Calibration(), Calibration())
+        """Of greedy and of sampled sequences."""
+        self._gain = MeasuredGain(costs)
         self._step_seconds: dict[int, float] = {}
         """By batch size, to the next power of two: what a drafting step takes."""
-        self._choice = Choice(0, 0.0, 0)
+        self._probabilities: dict[Sequence, list[float]] = {}
+        """The draft's own, of what it drafted for the step that runs now."""
+        self._cycle_seconds = 0.0
+        self._cycle_tokens = self._cycle_size = 0
+        self._last_count = 1
         self._unprofitable = 0
         self._drafted = self._accepted = 0
 
@@ -98,8 +106,10 @@ class FeatureSpeculator:
         chosen = [i for i, room in enumerate(rooms) if room > 0][:budget]
         if not chosen:
             return drafts
-        gamma = min(self._gamma([rooms[i] for i in chosen]), budget // len(chosen))
-        if gamma > 0:
+        self._probabilities.clear()
+        self._cycle_seconds, self._cycle_tokens, self._cycle_size = 0.0, 0, 0
+        gamma = min(self.max_gamma, budget // len(chosen))
+        if gamma > 0 and (self._always or self._pays(len(chosen))):
             found = self._draft([seqs[i] for i in chosen], [min(gamma, rooms[i]) for i in chosen])
             for i, draft in zip(chosen, found, strict=True):
                 drafts[i] = draft
@@ -126,6 +136,7 @@ class FeatureSpeculator:
         width = keys.shape[2] - steps
         drafts: list[list[int]] = [[] for _ in seqs]
         chances = [1.0] * len(seqs)
+        probabilities: list[list[float]] = [[] for _ in seqs]
         floor = 0.0 if self._always else self._floor(len(seqs))
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         for j in range(steps):
@@ -141,15 +152,22 @@ class FeatureSpeculator:
             rows, likely = self._pick(self.draft.logits(hidden), seqs, j)
             picked = self.draft.token_ids[rows]
             for i, (token, chance) in enumerate(zip(picked.tolist(), likely, strict=True)):
-                chances[i] *= chance
+                chances[i] *= self._calibration(seqs[i]).rate(chance)
                 if len(drafts[i]) == j < counts[i] and chances[i] >= floor:
                     drafts[i].append(token)
+                    probabilities[i].append(chance)
             if j + 1 == steps or not any(len(d) == j + 1 < n for d, n in zip(drafts, counts, strict=True)):
                 break
             positions = torch.tensor([n + j + 1 for n in lengths], device=picked.device)
             q, k, v = self.draft.project(picked, hidden, positions)
-        self._learn_cost(len(seqs), (time.perf_counter() - started) / (j + 1))
+        self._cycle_seconds = time.perf_counter() - started
+        self._learn_cost(len(seqs), self._cycle_seconds / (j + 1))
+        self._cycle_size = len(seqs)
+        self._probabilities = dict(zip(seqs, probabilities, strict=True))
         return drafts
+
+    def _calibration(self, seq: Sequence) -> Calibration:
+        return self._calibrations[seq.request.sampling.temperature > 0]
 
     def _pick(
         self, logits: torch.Tensor, seqs: list[Sequence], step: int
@@ -174,32 +192,22 @@ class FeatureSpeculator:
 
     # -- whether it pays ------------------------------------------------------------------------------------
 
-    def _gamma(self, rooms: list[int]) -> int:
-        if self._always:
-            return self.max_gamma
-        self._choice = choose_gamma(
-            self._acceptance,
-            self._costs,
-            rooms,
-            draft_seconds_per_token=self._step_cost(len(rooms)),
-        )
-        if self._choice.speedup >= _ADVANTAGE:
-            # How far to go is decided draft by draft (`_floor`).
-            return self.max_gamma
-        self._choice = Choice(0, self._choice.speedup, self._choice.best_gamma)
+    def _pays(self, count: int) -> bool:
+        """Whether this step drafts, for `count` sequences."""
+        self._last_count = count
+        if self._gain.cycles(count) < _TRIES or self._gain.speedup(count) >= _ADVANTAGE:
+            return True
         self._unprofitable += 1
-        return _PROBE_GAMMA if self._unprofitable % _PROBE_EVERY == 0 else 0
+        return self._unprofitable % _PROBE_EVERY < _PROBE_CYCLES
 
     def _floor(self, count: int) -> float:
         """The least chance to stand at which one more drafted token pays: its share of a drafting step and its row in
-        the verification, in tokens that the time would bring otherwise."""
-        gamma = max(self._choice.best_gamma, 1)
-        rows = count * (gamma + 1)
-        verify = self._costs.predict(rows)
-        step = self._step_cost(count)
-        rate = count * self._acceptance.expected_tokens(gamma) / (verify + gamma * step)
-        more = self._costs.predict(rows + count) - verify
-        return min(0.9, rate * (step + more) / count)
+        the verification, counted in tokens that the time would bring otherwise."""
+        plain = self._costs.predict(count)
+        rate = count / plain * max(1.0, self._gain.speedup(count))
+        rows = count * 3
+        more = self._costs.predict(rows + count) - self._costs.predict(rows)
+        return min(0.9, rate * (self._step_cost(count) + more) / count)
 
     def _step_cost(self, count: int) -> float:
         bucket = (count - 1).bit_length()
@@ -220,31 +228,38 @@ class FeatureSpeculator:
 
     def observe(self, seq: Sequence, drafts: list[int], num_accepted: int) -> None:
         self._acceptance.observe(len(drafts), num_accepted)
+        calibration = self._calibration(seq)
+        for i, p in enumerate(self._probabilities.get(seq, ())[: num_accepted + 1]):
+            calibration.observe(p, i < num_accepted)
+        self._cycle_tokens += num_accepted
         self._drafted += len(drafts)
         self._accepted += num_accepted
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """The engine's cost model has seen the step already."""
+        if self._cycle_size:
+            self._gain.observe(
+                self._cycle_size, self._cycle_tokens + self._cycle_size, seconds + self._cycle_seconds
+            )
 
     def describe(self) -> dict[str, Any]:
-        choice, seen = self._choice, self._acceptance.num_observed
-        gamma = max(choice.best_gamma, 1)
+        count = self._last_count
+        speedup, tried = self._gain.speedup(count), self._gain.cycles(count)
+        drafting = self._always or tried < _TRIES or speedup >= _ADVANTAGE
         if self._always:
             reason = f"always on, γ {self.max_gamma}"
-        elif not seen:
+        elif not tried:
             reason = "nothing drafted yet"
         else:
-            verdict = "drafting pays" if choice.gamma else "not drafting"
             reason = (
-                f"{verdict}: {self._acceptance.expected_tokens(gamma):.2f} tokens expected per step at γ {gamma},"
-                f" a drafting step takes {self._step_cost(1) / self._costs.predict(1):.0%} of a target's,"
-                f" predicted speed-up {choice.speedup:.2f}"
+                f"{'drafting pays' if drafting else 'not drafting'}: {self._gain.tokens_per_cycle(count):.2f} tokens"
+                f" per cycle with {count} running, {self._gain.pays_above(count):.2f} would break even;"
+                f" measured speed-up {speedup:.2f}"
             )
         return {
-            "active": self._always or choice.gamma > 0,
+            "active": drafting and tried > 0,
             "drafter": self.name,
-            "gamma": self.max_gamma if self._always else choice.gamma,
+            "gamma": self.max_gamma if drafting else 0,
             "acceptance_rate": self._accepted / self._drafted if self._drafted else None,
-            "predicted_speedup": choice.speedup or None,
+            "predicted_speedup": speedup if tried else None,
             "reason": reason,
         }

@@ -80,6 +80,8 @@ class FeatureDraft:
         self.embedding = target.embedding
         self.rotary = target.rotary
         self.dtype, self.device = target.dtype, target.device
+        self._rotations: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Once prepared: cos and signed sin of every position, [positions, 1, head_dim]; looked up, not built."""
         hidden, eps = config.hidden_size, config.rms_norm_eps
         q_rows = config.num_heads * config.head_dim
         kv_rows = config.num_kv_heads * config.head_dim
@@ -133,6 +135,7 @@ class FeatureDraft:
         """Brings loaded weights into the form that computes fastest; see `Decoder.prepare`."""
         for norm in self.norms().values():
             norm.prepare()
+        self._rotations = rotations(self.rotary.to(self.dtype))
         if can_pack(self.dtype, self.device):
             for linear in (self.fc, self.qkv, self.o, self.gate_up, self.down, self.head):
                 linear.pack()
@@ -151,7 +154,13 @@ class FeatureDraft:
         x = torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)
         qkv = self.qkv(x).view(len(hidden), -1, c.head_dim)
         rotated = c.num_heads + c.num_kv_heads
-        qk = rotate(qkv[:, :rotated], self.rotary.index_select(0, positions))
+        if self._rotations is None:
+            qk = rotate(qkv[:, :rotated], self.rotary.index_select(0, positions))
+        else:
+            cos, sin = self._rotations
+            qk = qkv[:, :rotated]
+            turned = qk.roll(c.head_dim // 2, -1)
+            qk = (qk * cos.index_select(0, positions)).addcmul_(turned, sin.index_select(0, positions))
         return qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, rotated:]
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -167,10 +176,14 @@ class FeatureDraft:
 
 def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotary positions (Su et al., 2021) for heads [T, heads, d], with rows [T, 2, d / 2] of the rotary table."""
-    cos, sin = table.to(x.dtype).unbind(1)
-    cos = torch.cat((cos, cos), -1).unsqueeze(1)
-    sin = torch.cat((-sin, sin), -1).unsqueeze(1)
+    cos, sin = rotations(table.to(x.dtype))
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+
+
+def rotations(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, 2, d / 2] of a rotary table → cos and signed sin [T, 1, d], see `rotate`."""
+    cos, sin = table.unbind(1)
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
 
 
 def head_rows(target: Decoder, token_ids: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,10 @@ _MEMORY = 512.0
 """Observations per position beyond which old ones fade."""
 
 
+_GAIN_RATE = 0.05
+"""Weight of a new cycle in the running means, once there are more than twenty."""
+
+
 class Acceptance:
     """Running acceptance per draft position, conditional on the positions before it."""
 
@@ -87,3 +91,66 @@ def choose_gamma(
         if speedup > best.speedup * (1 + 1e-9):
             best = Choice(gamma, speedup, gamma)
     return best if best.speedup > 1.0 else Choice(0, best.speedup, best.best_gamma)
+
+
+class Calibration:
+    """How often a draft stands that its drafter gave a probability of p: in bins of p, learned while serving."""
+
+    def __init__(self, bins: int = 10) -> None:
+        self._tries = [_PRIOR_TRIES] * bins
+        # Drafts stand more often than their probability says: several tokens below the likeliest share the rest.
+        self._hits = [_PRIOR_TRIES * ((i + 0.5) / bins) ** 0.7 for i in range(bins)]
+
+    def rate(self, p: float) -> float:
+        i = self._bin(p)
+        return self._hits[i] / self._tries[i]
+
+    def observe(self, p: float, stood: bool) -> None:
+        i = self._bin(p)
+        self._tries[i] += 1
+        self._hits[i] += stood
+        if self._tries[i] > _MEMORY:
+            self._tries[i] /= 2
+            self._hits[i] /= 2
+
+    def _bin(self, p: float) -> int:
+        return min(int(p * len(self._tries)), len(self._tries) - 1)
+
+
+class MeasuredGain:
+    """What drafting brings, measured: tokens per second of cycles of drafting and verification over those of plain
+    steps, by batch size to the next power of two."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._cycles: dict[int, tuple[int, float, float]] = {}
+        """Cycles seen; running means of tokens and of seconds in one sequence's part of a cycle."""
+
+    def observe(self, count: int, tokens: int, seconds: float) -> None:
+        """A cycle of `count` sequences brought `tokens`."""
+        key = (count - 1).bit_length()
+        seen, mean_tokens, mean_seconds = self._cycles.get(key, (0, 0.0, 0.0))
+        seen += 1
+        rate = max(1 / seen, _GAIN_RATE)
+        self._cycles[key] = (
+            seen,
+            mean_tokens + rate * (tokens / count - mean_tokens),
+            mean_seconds + rate * (seconds / count - mean_seconds),
+        )
+
+    def cycles(self, count: int) -> int:
+        return self._cycles.get((count - 1).bit_length(), (0, 0.0, 0.0))[0]
+
+    def tokens_per_cycle(self, count: int) -> float:
+        return self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))[1]
+
+    def speedup(self, count: int) -> float:
+        """Over plain steps of `count` sequences; 1 while nothing has been seen."""
+        seen, tokens, seconds = self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))
+        plain = self._costs.predict(count) / count
+        return tokens / seconds * plain if seen and seconds > 0 else 1.0
+
+    def pays_above(self, count: int) -> float:
+        """Tokens per cycle at which drafting would break even, at the measured times."""
+        _, tokens, _ = self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))
+        return tokens / max(self.speedup(count), 1e-9)
