@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -123,6 +124,158 @@ def train(
         print(
             f"  γ {i}: {tokens:.2f} tokens per cycle; draft {i} stands {rate_:.1%} of the time if those before it do"
         )
+
+
+@group.command()
+def export(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="The model's first N layers, as they are (mostly rejected: see docs)."),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(help="A feature draft to write as an EAGLE-3 checkpoint. Default: the model's own."),
+    ] = None,
+    untrained: Annotated[
+        bool,
+        typer.Option("--untrained", help="An EAGLE-3 checkpoint with start values, to try a server with."),
+    ] = False,
+) -> None:
+    """Write a draft as a plain checkpoint, for vLLM's draft_model or eagle3."""
+    from firsttoken.drafting.export import export_eagle3, export_layers
+    from firsttoken.engine.config import ConfigError
+    from firsttoken.models import resolve
+    from firsttoken.speculate.find import own_draft
+
+    folder = resolve(model)
+    if layers is not None:
+        if draft or untrained:
+            raise ConfigError(
+                "--layers goes with neither --draft nor --untrained: they write different things"
+            )
+        export_layers(folder, layers, out)
+        method = "draft_model"
+    else:
+        source = None if untrained else draft or own_draft(folder)
+        if source is None and not untrained:
+            raise ConfigError(
+                f"{model} has no draft yet: make one with `firsttoken draft train {model}`, name one with --draft, or"
+                " give --layers"
+            )
+        export_eagle3(folder, source, out)
+        method = "eagle3"
+    config = {"method": method, "model": str(out), "num_speculative_tokens": 5}
+    print(f"{out}\nvllm serve … --speculative-config '{json.dumps(config)}'")
+
+
+@group.command()
+def check(
+    model: ModelArgument,
+    draft: Annotated[Path, typer.Argument(metavar="DRAFT", help="The draft's folder.")],
+) -> None:
+    """Say whether a draft fits a model, a line a subject. Exit code 1 if it cannot work."""
+    from firsttoken.drafting.check import check_draft
+    from firsttoken.models import resolve
+
+    findings = check_draft(resolve(model), draft)
+    for finding in findings:
+        print(f"{finding.severity:8} {finding.text}")
+    if any(finding.severity == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+@group.command()
+def measure(
+    model: ModelArgument,
+    draft: Annotated[
+        str | None,
+        typer.Argument(metavar="DRAFT", help="The draft's folder, or ngram. Default: the model's own."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File with a user's prompt a line. Default: the benchmark's, by category."),
+    ] = None,
+    gamma: Annotated[int, typer.Option(min=1, max=32, help="Tokens drafted per step.")] = 5,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="May be given several times. Default: 0, 0.7 and 1.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 4,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Measure a draft here: acceptance by category, position and temperature, and speed against none."""
+    from dataclasses import asdict
+
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from transformers import AutoTokenizer
+
+    from firsttoken.bench.prompts import load
+    from firsttoken.drafting.measure import measure_draft
+    from firsttoken.engine.config import ConfigError
+    from firsttoken.models import resolve
+    from firsttoken.speculate.find import own_draft
+    from firsttoken.speculate.speculator import make_speculator
+
+    folder = resolve(model)
+    source = draft or own_draft(folder)
+    if source is None:
+        raise ConfigError(
+            f"{model} has no draft yet: make one with `firsttoken draft train {model}`, or name one"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    chats: dict[str, list[list[dict[str, str]]]] = {}
+    if prompts:
+        chats["given"] = [[{"role": "user", "content": line}] for line in _lines(prompts)]
+    else:
+        for prompt in load().measured:
+            chats.setdefault(prompt.category, []).append(prompt.messages)
+        chats = {category: some[:count] for category, some in chats.items()}
+    ids = {
+        category: [
+            cast(
+                list[int],
+                tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False),
+            )
+            for chat in some
+        ]
+        for category, some in chats.items()
+    }
+    with Progress(transient=True) as bar:
+        task = bar.add_task("measuring")
+        found = measure_draft(
+            folder,
+            str(source),
+            ids,
+            make_speculator=make_speculator,
+            gamma=gamma,
+            temperatures=tuple(temperature or (0.0, 0.7, 1.0)),
+            max_tokens=max_tokens,
+            concurrency=concurrency,
+            on_progress=lambda done, total, word: bar.update(
+                task, completed=done, total=total, description=word or "measuring"
+            ),
+        )
+    if as_json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+        return
+    table = Table(title=f"{source}, γ {gamma}, {concurrency} at a time")
+    for column in ("category", "T", "accepted", "tokens per cycle", "draft 1, 2, … stands", "speed-up"):
+        table.add_column(column)
+    for row in found:
+        table.add_row(
+            row.category,
+            f"{row.temperature:g}",
+            f"{row.acceptance_rate:.1%}",
+            f"{row.tokens_per_cycle:.2f}",
+            " ".join(f"{rate:.0%}" for rate in row.per_position),
+            f"{row.speedup:.2f}x",
+        )
+    Console().print(table)
 
 
 def _lines(file: Path) -> list[str]:

@@ -15,12 +15,12 @@ import torch
 from firsttoken import __version__, models
 from firsttoken.drafting.chat_format import ChatFormat
 from firsttoken.drafting.corpus import GREEDY, Corpus, CorpusConfig, make_corpus
+from firsttoken.drafting.export import save_shallow_draft
 from firsttoken.drafting.feature import ChainConfig, FeatureLearner
 from firsttoken.drafting.shallow import ShallowLearner
 from firsttoken.drafting.states import target_states
 from firsttoken.drafting.train import TrainConfig, Trainer, steps_in
 from firsttoken.engine.config import ConfigError
-from firsttoken.engine.limits import cpu_computes_bfloat16
 from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
 from firsttoken.speculate.draft_folder import save_feature_draft
@@ -108,13 +108,9 @@ def make_draft(
         "acceptance_per_position": [round(x, 3) for x in figures.per_position],
     }
     if isinstance(draft, FeatureDraft):
-        save_feature_draft(draft, target, fingerprint, out, described)
+        save_feature_draft(draft, target, model_folder, fingerprint, out, described)
     else:
-        from firsttoken.drafting.export import save_shallow_draft
-
-        save_shallow_draft(
-            draft, recipe.shared_layers, learner.token_ids, fingerprint, model_folder, out, described
-        )
+        save_shallow_draft(draft, target, recipe.shared_layers, fingerprint, model_folder, out, described)
     return Made(out, figures.tokens_per_cycle, figures.per_position, described)
 
 
@@ -126,10 +122,8 @@ def stage(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def training_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware computes in it: the target's states are then those that serving sees."""
-    if device.type == "cuda" or cpu_computes_bfloat16():
-        return torch.bfloat16
-    return torch.float32
+    """bfloat16 on a GPU. On a CPU float32, whose weights stay rows: packed ones have no gradients."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _corpora(

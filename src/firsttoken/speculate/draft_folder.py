@@ -23,22 +23,35 @@ FEATURE_ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def save_feature_draft(
-    draft: FeatureDraft, target: Decoder, fingerprint: str, folder: Path, recipe: dict[str, Any]
+    draft: FeatureDraft,
+    target: Decoder,
+    model_folder: Path,
+    fingerprint: str,
+    folder: Path,
+    recipe: dict[str, Any],
 ) -> None:
-    """Writes `draft` (not prepared). fingerprint: of the target's weights (`models.fingerprint`)."""
+    """Writes `draft` (not prepared), in the dtype of its target's checkpoint. fingerprint: of the target's weights
+    (`models.fingerprint`)."""
+    dtype = checkpoint_dtype(read_json(model_folder, "config.json"))
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: w.detach().cpu().contiguous() for name, w in draft.named_weights().items()}
+    weights = {name: w.detach().to("cpu", dtype).contiguous() for name, w in draft.named_weights().items()}
     ids = draft.token_ids.cpu()
     # EAGLE-3 stores the distance from a row of the head to its token.
     weights["d2t"] = ids - torch.arange(len(ids))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = eagle3_config(draft, target)
+    config = eagle3_config(draft, target, dtype)
     config["firsttoken"] = {"kind": "feature", "target": fingerprint, **asdict(draft.config)}
     write_json(folder / "config.json", config)
     write_json(folder / "recipe.json", recipe)
 
 
-def eagle3_config(draft: FeatureDraft, target: Decoder) -> dict[str, Any]:
+def checkpoint_dtype(config: dict[str, Any]) -> torch.dtype:
+    """The dtype that a config.json names, under either of its two keys."""
+    named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
+    return named if isinstance(named, torch.dtype) else torch.bfloat16
+
+
+def eagle3_config(draft: FeatureDraft, target: Decoder, dtype: torch.dtype) -> dict[str, Any]:
     """The config.json by which vLLM's `eagle3` builds the draft's layer. It reads a layer's input, as `capture`
     does, so the ids need no offset."""
     c, t = draft.config, target.config
@@ -63,7 +76,7 @@ def eagle3_config(draft: FeatureDraft, target: Decoder) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": list(c.capture),
-        "torch_dtype": str(draft.dtype).removeprefix("torch."),
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 

@@ -103,7 +103,7 @@ class Calibration:
 
     def rate(self, p: float) -> float:
         i = self._bin(p)
-        return self._hits[i] / self._tries[i]
+        return float(self._hits[i] / self._tries[i])
 
     def observe(self, p: float, stood: bool) -> None:
         i = self._bin(p)

@@ -27,7 +27,7 @@ _ADVANTAGE = 1.02
 class Speculator:
     """Implements `engine.engine.Speculator` for drafters on the host."""
 
-    capture = ()
+    capture: tuple[int, ...] = ()
 
     def __init__(self, drafter: NgramDrafter, costs: CostModel, *, max_gamma: int, always: bool) -> None:
         self.drafter = drafter

@@ -1,0 +1,145 @@
+"""Whether a draft fits a model: what would stop a server, or make every draft be rejected without a word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from firsttoken import models
+from firsttoken.engine.config import ConfigError
+from firsttoken.engine.model.checkpoint import read_json
+from firsttoken.speculate.draft_folder import FEATURE_ARCHITECTURE
+
+
+@dataclass(frozen=True)
+class Finding:
+    severity: Literal["ok", "warning", "error"]
+    """error: it cannot work, or no draft would stand."""
+    text: str
+
+
+def check_draft(model: Path, draft: Path) -> list[Finding]:
+    """One finding a subject. Raises ConfigError if a folder is no model or draft at all."""
+    m, d = read_json(model, "config.json"), read_json(draft, "config.json")
+    own: dict[str, Any] = d.get("firsttoken") or {}
+    kind = own.get("kind") or (
+        "eagle3" if FEATURE_ARCHITECTURE in (d.get("architectures") or []) else "separate"
+    )
+    findings = [Finding("ok", f"kind: {kind}")]
+    findings.append(_target(model, own, kind))
+    findings.append(_tokenizers(model, draft, shares=kind == "feature"))
+    findings.append(_vocabulary(m, d))
+    findings.append(_depth(m, d, kind))
+    findings.append(_context(m, d))
+    findings.append(_dtype(m, d))
+    if kind in ("feature", "eagle3"):
+        findings.append(_states(m, d))
+    return findings
+
+
+def _target(model: Path, own: dict[str, Any], kind: str) -> Finding:
+    trained_for = own.get("target")
+    if trained_for is None:
+        severity: Literal["ok", "warning"] = "warning" if kind != "separate" else "ok"
+        return Finding(severity, "target: the draft does not say which weights it was trained for")
+    if trained_for != models.fingerprint(model):
+        return Finding(
+            "warning",
+            "target: trained for other weights than this model's (a fine-tune, or another version): drafts will be"
+            " rejected more often; train it again with `firsttoken draft train`",
+        )
+    return Finding("ok", "target: trained for exactly these weights")
+
+
+def _tokenizers(model: Path, draft: Path, *, shares: bool) -> Finding:
+    theirs = draft / "tokenizer.json"
+    if not theirs.is_file():
+        if shares:
+            return Finding("ok", "tokenizer: the model's own")
+        return Finding("warning", "tokenizer: the draft has none to compare; it must be the model's own")
+    a, b = _tokens(model / "tokenizer.json"), _tokens(theirs)
+    for token in sorted({*a, *b}, key=lambda t: min(a.get(t, 1 << 60), b.get(t, 1 << 60))):
+        if a.get(token) != b.get(token):
+            return Finding(
+                "error",
+                f"tokenizer: token {token!r} is {_id(a.get(token))} in the model and {_id(b.get(token))} in the draft",
+            )
+    return Finding("ok", f"tokenizer: the same {len(a):,} tokens")
+
+
+def _tokens(file: Path) -> dict[str, int]:
+    """Every token's id, the added ones included."""
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        vocab = raw["model"]["vocab"]
+        tokens = dict(vocab) if isinstance(vocab, dict) else {t[0]: i for i, t in enumerate(vocab)}
+        tokens.update({t["content"]: t["id"] for t in raw.get("added_tokens") or []})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} can't be read as a tokenizer ({error}): fetch it again") from None
+    return tokens
+
+
+def _id(value: int | None) -> str:
+    return "missing" if value is None else f"id {value}"
+
+
+def _vocabulary(m: dict[str, Any], d: dict[str, Any]) -> Finding:
+    ours, theirs = m.get("vocab_size"), d.get("vocab_size")
+    if ours == theirs:
+        return Finding("ok", f"vocabulary: {ours:,} rows in both")
+    return Finding(
+        "warning",
+        f"vocabulary: {ours:,} rows in the model, {theirs:,} in the draft; fine if that is padding, but some servers"
+        " compare the two numbers",
+    )
+
+
+def _depth(m: dict[str, Any], d: dict[str, Any], kind: str) -> Finding:
+    layers, depth = int(m["num_hidden_layers"]), int(d.get("num_hidden_layers", 1))
+    share = depth / layers
+    if kind == "separate" and share >= 0.2:
+        gamma = 5
+        best = (gamma + 1) / (gamma * share + 1)
+        return Finding(
+            "warning",
+            f"depth: {depth} layers against {layers}: with γ {gamma} at most {best:.2f}x faster even if every draft"
+            " stood",
+        )
+    return Finding("ok", f"depth: {depth} of {layers} layers")
+
+
+def _context(m: dict[str, Any], d: dict[str, Any]) -> Finding:
+    ours, theirs = int(m["max_position_embeddings"]), int(d.get("max_position_embeddings", 0))
+    if theirs and theirs < ours:
+        return Finding(
+            "error",
+            f"context: the draft's {theirs:,} tokens end before the model's {ours:,}: lower --max-model-len",
+        )
+    return Finding("ok", f"context: {theirs or ours:,} tokens")
+
+
+def _dtype(m: dict[str, Any], d: dict[str, Any]) -> Finding:
+    if method := (d.get("quantization_config") or {}).get("quant_method"):
+        return Finding(
+            "warning",
+            f"weights: the draft is quantised ({method}): some servers then accept no draft, silently",
+        )
+    ours, theirs = (c.get("dtype") or c.get("torch_dtype") for c in (m, d))
+    if ours != theirs:
+        return Finding("warning", f"weights: {theirs} in the draft, {ours} in the model")
+    return Finding("ok", f"weights: {theirs}")
+
+
+def _states(m: dict[str, Any], d: dict[str, Any]) -> Finding:
+    ids, layers = d.get("eagle_aux_hidden_state_layer_ids"), int(m["num_hidden_layers"])
+    if d.get("hidden_size") != m.get("hidden_size"):
+        return Finding(
+            "error", f"states: hidden size {d.get('hidden_size')}, the model's is {m.get('hidden_size')}"
+        )
+    if not ids:
+        return Finding("warning", "states: the draft does not say which layers it reads")
+    if max(ids) >= layers:
+        return Finding("error", f"states: reads the input of layer {max(ids)}, the model has {layers}")
+    return Finding("ok", f"states: reads the inputs of layers {', '.join(map(str, ids))}")
