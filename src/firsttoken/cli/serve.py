@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
+from firsttoken.cli.legacy_flags import TranslatingCommand
 from firsttoken.cli.options import configured
 from firsttoken.engine.config import EngineConfig
 from firsttoken.server.config import ServerConfig
 
 
 def register(app: typer.Typer) -> None:
-    app.command("serve")(configured(serve))
+    app.command("serve", cls=TranslatingCommand)(configured(serve))
 
 
 def serve(
