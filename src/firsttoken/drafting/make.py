@@ -19,7 +19,7 @@ from firsttoken.drafting.export import save_shallow_draft
 from firsttoken.drafting.feature import ChainConfig, FeatureLearner
 from firsttoken.drafting.shallow import ShallowLearner
 from firsttoken.drafting.states import target_states
-from firsttoken.drafting.train import TrainConfig, Trainer, steps_in
+from firsttoken.drafting.train import TrainConfig, Trainer, saved_steps, steps_in
 from firsttoken.engine.config import ConfigError
 from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
@@ -89,9 +89,10 @@ def make_draft(
         torch.cuda.empty_cache()
     with stage(seconds, "states"):
         learner, draft = _learner(target, recipe, corpus, held_out, on_progress)
-    trainer = _trainer(learner, recipe, device)
+    state = work / f"{recipe.kind}-training.pt"
+    trainer = _trainer(learner, recipe, device, state)
     with stage(seconds, "training"):
-        _train(trainer, work / f"{recipe.kind}-training.pt", on_progress)
+        _train(trainer, state, on_progress)
     figures = learner.figures()
     seconds["all"] = time.monotonic() - started
     described = {
@@ -241,11 +242,13 @@ def _learner(
     return FeatureLearner(draft, target, states, held_states, chain), draft
 
 
-def _trainer(learner: Any, recipe: Recipe, device: torch.device) -> Trainer:
+def _trainer(learner: Any, recipe: Recipe, device: torch.device, state: Path) -> Trainer:
+    """With as many steps as asked for; given minutes, as many as an interrupted training had, else as fit."""
+
     def config(steps: int) -> TrainConfig:
         return TrainConfig(steps=steps, rate=recipe.rate, muon=recipe.muon, seed=recipe.seed)
 
-    steps = recipe.steps
+    steps = recipe.steps or saved_steps(state, config(0))
     if steps is None:
         steps = steps_in(recipe.minutes, Trainer(learner, config(1), device).seconds_per_step())
     return Trainer(learner, config(steps), device)

@@ -224,3 +224,13 @@ class _Graph:
 
 def steps_in(minutes: float, seconds_per_step: float) -> int:
     return max(1, math.floor(minutes * 60 / seconds_per_step))
+
+
+def saved_steps(file: Path, config: TrainConfig) -> int | None:
+    """The steps of the training saved in `file`, if it was one like `config` in all else and did not reach its end."""
+    if not file.exists():
+        return None
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    steps: int = state["config"]["steps"]
+    same = {**state["config"], "steps": config.steps} == config.__dict__
+    return steps if same and state["step"] < steps else None
