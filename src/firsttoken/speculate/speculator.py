@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from firsttoken.engine.costs import CostModel
 from firsttoken.engine.engine import Computed
 from firsttoken.engine.runner import Runner
 from firsttoken.engine.sequence import Sequence
+from firsttoken.models import fingerprint
 from firsttoken.speculate.draft_folder import load_feature_draft
 from firsttoken.speculate.feature import FeatureSpeculator
-from firsttoken.speculate.find import own_draft
+from firsttoken.speculate.find import own_draft, trained_for
 from firsttoken.speculate.ngram import NgramDrafter
 from firsttoken.speculate.policy import Acceptance, Choice, choose_gamma
+
+_log = logging.getLogger(__name__)
 
 _DEFAULT_GAMMA = 5
 _PROBE_EVERY = 32
@@ -128,6 +132,12 @@ def make_speculator(
             )
     if folder is None:
         return Speculator(NgramDrafter(), costs, max_gamma=gamma, always=always)
+    if config.model and trained_for(folder) != fingerprint(Path(config.model)):
+        _log.warning(
+            "the draft %s was trained for other weights than %s: drafts will be rejected more often",
+            folder,
+            config.model,
+        )
     draft = load_feature_draft(folder, runner.model)
     draft.prepare()
     cache = runner.cache
