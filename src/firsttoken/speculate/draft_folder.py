@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from firsttoken.engine.config import ConfigError
@@ -103,10 +104,12 @@ def load_feature_draft(folder: Path, target: Decoder) -> FeatureDraft:
         raise ConfigError(f"draft {folder} reads layer {config.capture[-1]} of a model with {t.num_layers}")
     try:
         weights = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{folder / 'model.safetensors'} can't be read ({error}): train the draft again"
         ) from None
+    if "d2t" not in weights or len(weights["d2t"]) != config.draft_vocab_size:
+        raise ConfigError(f"{folder / 'model.safetensors'} lacks a whole d2t: train the draft again")
     ids = weights.pop("d2t") + torch.arange(config.draft_vocab_size)
     if not 0 <= int(ids.min()) <= int(ids.max()) < t.vocab_size:
         raise ConfigError(
