@@ -139,6 +139,7 @@ class FeatureSpeculator:
         probabilities: list[list[float]] = [[] for _ in seqs]
         floor = 0.0 if self._always else self._floor(len(seqs))
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        first_step = time.perf_counter()
         for j in range(steps):
             seen = width + j + 1
             keys[:, :, seen - 1], values[:, :, seen - 1] = k, v
@@ -160,8 +161,9 @@ class FeatureSpeculator:
                 break
             positions = torch.tensor([n + j + 1 for n in lengths], device=picked.device)
             q, k, v = self.draft.project(picked, hidden, positions)
-        self._cycle_seconds = time.perf_counter() - started
-        self._learn_cost(len(seqs), self._cycle_seconds / (j + 1))
+        ended = time.perf_counter()
+        self._cycle_seconds = ended - started
+        self._learn_cost(len(seqs), (ended - first_step) / (j + 1))
         self._cycle_size = len(seqs)
         self._probabilities = dict(zip(seqs, probabilities, strict=True))
         return drafts
