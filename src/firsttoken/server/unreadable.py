@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from firsttoken.server.errors import ApiError, bad_request
 
+_LARGEST_BODY = 1 << 20
+"""Bytes. Larger ones are not read again: meanwhile other streams would stand still."""
 _LONGEST_INTEGER = 32
 """Digits. The strict decoder takes more; anything longer is out of every parameter's range."""
 
@@ -23,10 +26,10 @@ class _NoNumber:
 
 def unreadable(body: bytes, reason: str) -> ApiError:
     """The 400 for a body that the strict decoder refused for `reason`."""
-    try:
-        content = json.loads(body, parse_int=_integer, parse_float=_number, parse_constant=_constant)
-    except (ValueError, RecursionError):
-        content = None
+    content = None
+    with suppress(ValueError, RecursionError):
+        if len(body) <= _LARGEST_BODY:
+            content = json.loads(body, parse_int=_integer, parse_float=_number, parse_constant=_constant)
     if isinstance(content, dict):
         for name, value in content.items():
             fault = _fault(name) or next(filter(None, map(_fault, _leaves(value))), None)
