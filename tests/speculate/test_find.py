@@ -17,7 +17,7 @@ from firsttoken.speculate.find import draft_folder_of, own_draft
 from firsttoken.speculate.speculator import make_speculator
 
 
-@pytest.fixture()
+@pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setenv("FIRSTTOKEN_HOME", str(tmp_path / "home"))
     folder = tmp_path / "model"
@@ -48,6 +48,6 @@ def test_without_a_draft_n_grams_and_a_wrong_name_is_one_line(model):
     assert chosen.describe()["drafter"] == "ngram"
     with pytest.raises(ConfigError, match="no such folder"):
         make_speculator(EngineConfig(model=str(model), draft="/nowhere"), CostModel(), runner)
+    (model / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a feature draft"):
-        (model / "config.json").write_text("{}")
         make_speculator(EngineConfig(model=str(model), draft=str(model)), CostModel(), runner)
