@@ -78,7 +78,9 @@ def export_eagle3(model_folder: Path, draft_folder: Path | None, out: Path, *, v
         draft = FeatureDraft(config, target, torch.arange(config.draft_vocab_size))
         start_from_target(draft, target, seed=0)
     if len(draft.config.capture) != 3:
-        raise ConfigError(f"{model_folder}: EAGLE-3 reads three layers, which a model of this depth does not have")
+        raise ConfigError(
+            f"{model_folder}: EAGLE-3 reads three layers, which a model of this depth does not have"
+        )
     out.mkdir(parents=True, exist_ok=True)
     dtype = checkpoint_dtype(read_json(model_folder, "config.json"))
     weights = dict(draft.named_weights())
