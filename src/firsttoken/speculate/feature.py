@@ -23,6 +23,8 @@ from firsttoken.speculate.policy import Acceptance, Calibration, MeasuredGain
 
 _PROBE_EVERY, _PROBE_CYCLES = 128, 3
 """With drafts unprofitable, of every so many steps a few draft anyway: texts change."""
+_PLAIN_EVERY, _PLAIN_STEPS = 100, 2
+"""Plain steps before the first draft, and of every so many while drafting: what drafting is measured against."""
 _TRIES = 8
 """Cycles before drafting is judged."""
 _ADVANTAGE = 1.03
@@ -67,7 +69,7 @@ class FeatureSpeculator:
         self._cycle_seconds = 0.0
         self._cycle_tokens = self._cycle_size = 0
         self._last_count = 1
-        self._unprofitable = 0
+        self._unprofitable = self._profitable = 0
         self._drafted = self._accepted = 0
 
     # -- states in ------------------------------------------------------------------------------------------
@@ -197,15 +199,21 @@ class FeatureSpeculator:
     def _pays(self, count: int) -> bool:
         """Whether this step drafts, for `count` sequences."""
         self._last_count = count
-        if self._gain.cycles(count) < _TRIES or self._gain.speedup(count) >= _ADVANTAGE:
+        gain = self._gain
+        if gain.plain_steps(count) < _PLAIN_STEPS:
+            return False
+        if gain.cycles(count) < _TRIES:
             return True
+        if gain.speedup(count) >= _ADVANTAGE:
+            self._profitable += 1
+            return self._profitable % _PLAIN_EVERY >= _PLAIN_STEPS
         self._unprofitable += 1
         return self._unprofitable % _PROBE_EVERY < _PROBE_CYCLES
 
     def _floor(self, count: int) -> float:
         """The least chance to stand at which one more drafted token pays: its share of a drafting step and its row in
         the verification, counted in tokens that the time would bring otherwise."""
-        plain = self._costs.predict(count)
+        plain = self._gain.plain_seconds(count)
         rate = count / plain * max(1.0, self._gain.speedup(count))
         rows = count * 3
         more = self._costs.predict(rows + count) - self._costs.predict(rows)
@@ -242,6 +250,8 @@ class FeatureSpeculator:
             self._gain.observe(
                 self._cycle_size, self._cycle_tokens + self._cycle_size, seconds + self._cycle_seconds
             )
+        elif num_tokens:
+            self._gain.observe_plain(num_tokens, seconds)
 
     def describe(self) -> dict[str, Any]:
         count = self._last_count

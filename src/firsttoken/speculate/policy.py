@@ -119,12 +119,19 @@ class Calibration:
 
 class MeasuredGain:
     """What drafting brings, measured: tokens per second of cycles of drafting and verification over those of plain
-    steps, by batch size to the next power of two."""
+    steps, by batch size to the next power of two.
+
+    Both sides are measured while serving. A cost model by the number of tokens alone would not do: 24 rows of four
+    long sequences cost more than 24 rows of one short prompt, and drafting would be judged by the difference.
+    """
 
     def __init__(self, costs: CostModel) -> None:
+        """costs: what a plain step is taken to cost until one has been seen."""
         self._costs = costs
         self._cycles: dict[int, tuple[int, float, float]] = {}
         """Cycles seen; running means of tokens and of seconds in one sequence's part of a cycle."""
+        self._plain: dict[int, tuple[int, float]] = {}
+        """Plain steps seen; running mean of the seconds of one sequence's part."""
 
     def observe(self, count: int, tokens: int, seconds: float) -> None:
         """A cycle of `count` sequences brought `tokens`."""
@@ -138,8 +145,23 @@ class MeasuredGain:
             mean_seconds + rate * (seconds / count - mean_seconds),
         )
 
+    def observe_plain(self, count: int, seconds: float) -> None:
+        """A step of `count` sequences without drafts."""
+        key = (count - 1).bit_length()
+        seen, mean = self._plain.get(key, (0, 0.0))
+        seen += 1
+        self._plain[key] = (seen, mean + max(1 / seen, _GAIN_RATE) * (seconds / count - mean))
+
     def cycles(self, count: int) -> int:
         return self._cycles.get((count - 1).bit_length(), (0, 0.0, 0.0))[0]
+
+    def plain_steps(self, count: int) -> int:
+        return self._plain.get((count - 1).bit_length(), (0, 0.0))[0]
+
+    def plain_seconds(self, count: int) -> float:
+        """A step of `count` sequences without drafts: as measured, else as predicted."""
+        seen, mean = self._plain.get((count - 1).bit_length(), (0, 0.0))
+        return mean * count if seen else self._costs.predict(count)
 
     def tokens_per_cycle(self, count: int) -> float:
         return self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))[1]
@@ -147,10 +169,8 @@ class MeasuredGain:
     def speedup(self, count: int) -> float:
         """Over plain steps of `count` sequences; 1 while nothing has been seen."""
         seen, tokens, seconds = self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))
-        plain = self._costs.predict(count) / count
-        return tokens / seconds * plain if seen and seconds > 0 else 1.0
+        return tokens / seconds * self.plain_seconds(count) / count if seen and seconds > 0 else 1.0
 
     def pays_above(self, count: int) -> float:
         """Tokens per cycle at which drafting would break even, at the measured times."""
-        _, tokens, _ = self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))
-        return tokens / max(self.speedup(count), 1e-9)
+        return self.tokens_per_cycle(count) / max(self.speedup(count), 1e-9)
