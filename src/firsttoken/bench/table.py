@@ -14,24 +14,36 @@ from firsttoken.bench.metrics import METRICS, Spread
 from firsttoken.bench.stages import BF16_NOTE, IDLE_SERVER_NOTE, Row
 from firsttoken.bench.stages_run import StagesReport
 
+_WIDE = 104
+"""Columns of a terminal that holds every figure with its spread; in a narrower one the medians stand alone."""
 
-def stages(report: StagesReport) -> RenderableType:
+
+def stages(report: StagesReport, width: int = _WIDE) -> RenderableType:
+    """width: of the terminal, in columns."""
     parts: list[RenderableType] = []
+    compact = width < _WIDE
     for concurrency in report.plan.concurrency:
         rows = [row for row in report.rows if row.concurrency == concurrency]
         users = "1 user" if concurrency == 1 else f"{concurrency} users at once"
-        parts += [Text(f"\n{users}", style="bold"), _table(rows), *_remarks(rows)]
+        parts += [Text(f"\n{users}", style="bold"), _table(rows, compact), *_remarks(rows)]
     parts.append(Text(""))
     if report.headline:
         parts.append(Text(f"Time to first token, p50. {report.headline}.", style="bold"))
+    if compact:
+        parts.append(Text("The spreads (MAD) are in the report, and here in a wider terminal.", style="dim"))
     parts += [Text(note, style="dim") for note in footnotes(report)]
     return Group(*parts)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Row], compact: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "stage"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
+
+    def show(value: Spread | None, digits: int) -> str:
+        text = pm(value, digits)
+        return text.split(" ")[0] if compact else text
+
     for name in ("TTFT p50", "p95", "TPOT", "tok/s", "busy", "cache hits", "accepted"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_row("", "", "ms", "ms", "ms", "", "%", "%", "%", style="dim")
@@ -40,8 +52,8 @@ def _table(rows: list[Row]) -> Table:
             table.add_row(row.stage, row.title, "[bold red]INVALID[/]", *[""] * 6)
             continue
         p95 = "–" if row.ttft_p95 is None else f"{row.ttft_p95:.0f}"
-        figures = [pm(row.ttft_p50, 1), p95, pm(row.tpot, 1), pm(row.rate, 1)]
-        figures += [pm(row.utilisation, 0), pm(row.hit_rate, 0), pm(row.acceptance, 0)]
+        figures = [show(row.ttft_p50, 1), p95, show(row.tpot, 1), show(row.rate, 1)]
+        figures += [show(row.utilisation, 0), show(row.hit_rate, 0), show(row.acceptance, 0)]
         table.add_row(row.stage, row.title, *figures, style="dim" if row.untrusted else "")
     return table
 

@@ -59,6 +59,12 @@ def _group() -> None:
             signal.signal(getattr(signal, name), lambda *_: signal.raise_signal(signal.SIGINT))
 
 
+def _console() -> Console:
+    """A log or a pipe has no width of its own: it gets one that holds the tables."""
+    plain = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=120 if plain else None)
+
+
 @bench.command(context_settings=SERVE_FLAGS)
 def stages(
     ctx: typer.Context,
@@ -95,7 +101,7 @@ def stages(
     _check_writable(json_file, html_file)
     prompt_set = prompts.load()
     journal = Journal(home() / "bench" / f"stages-{plan.fingerprint(prompt_set)}.jsonl")
-    console = Console(highlight=False)
+    console = _console()
 
     async def work(client: Client, progress: Progress) -> StagesReport:
         task = progress.add_task("", total=plan.trials())
@@ -120,7 +126,7 @@ def stages(
         if journal.read():
             print("the finished trials are kept; the same command goes on from there", file=sys.stderr)
         raise
-    console.print(table.stages(result))
+    console.print(table.stages(result, console.width))
     _write(json_file, result.json, console)
     _write(html_file, lambda: report.html(result).encode(), console)
     journal.remove()
@@ -169,7 +175,7 @@ def goodput(
         seed=seed,
     )
     _check_writable(json_file)
-    console = Console(highlight=False)
+    console = _console()
 
     async def work(client: Client, progress: Progress) -> bench_goodput.GoodputReport:
         task = progress.add_task("", total=bench_goodput.steps(plan), completed=-1)

@@ -259,8 +259,8 @@ class FeatureSpeculator:
         drafting = self._always or tried < _TRIES or speedup >= _ADVANTAGE
         if self._always:
             reason = f"always on, γ {self.max_gamma}"
-        elif not tried:
-            reason = "nothing drafted yet"
+        elif tried < _TRIES:
+            reason = f"still measuring: {tried} of {_TRIES} cycles with {count} running"
         else:
             reason = (
                 f"{'drafting pays' if drafting else 'not drafting'}: {self._gain.tokens_per_cycle(count):.2f} tokens"
