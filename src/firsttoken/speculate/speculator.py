@@ -17,7 +17,7 @@ from firsttoken.speculate.draft_folder import load_feature_draft
 from firsttoken.speculate.feature import FeatureSpeculator
 from firsttoken.speculate.find import own_draft, trained_for
 from firsttoken.speculate.ngram import NgramDrafter
-from firsttoken.speculate.policy import Acceptance, Choice, choose_gamma
+from firsttoken.speculate.policy import Acceptance, Choice, MeasuredGain, choose_gamma
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,9 @@ _DEFAULT_GAMMA = 5
 _PROBE_EVERY = 32
 """With drafts unprofitable, every so many steps that had one to offer a step drafts anyway: texts change."""
 _ADVANTAGE = 1.02
-"""`auto` drafts only above this predicted speed-up: below, the prediction's own error decides."""
+"""`auto` drafts only above this speed-up, predicted or measured: below, the error of either decides."""
+_TRIES = 8
+"""Verifications at a batch size after which what was measured there overrules the prediction."""
 
 
 class Speculator:
@@ -40,15 +42,22 @@ class Speculator:
         self._always = always
         self._acceptance = Acceptance(max_gamma)
         self._choice = Choice(0, 0.0, 0)
+        self._gain = MeasuredGain(costs)
         self._unprofitable = 0
         self._drafted = self._accepted = 0
+        self._count = 1
+        """Sequences in the step that runs now; whether it drafts, and how many of its drafts stood:"""
+        self._drafting = False
+        self._stood = 0
 
     def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
         drafts = [self._offer(seq) for seq in seqs]
         lengths = [len(d) for d in drafts]
+        self._count, self._drafting, self._stood = len(seqs), False, 0
         if not any(lengths):
             return drafts
         gamma = self._gamma(lengths)
+        self._drafting = gamma > 0
         cut: list[list[int]] = []
         for draft in drafts:
             kept = draft[: min(gamma, budget)]
@@ -60,9 +69,13 @@ class Speculator:
         self._acceptance.observe(len(drafts), num_accepted)
         self._drafted += len(drafts)
         self._accepted += num_accepted
+        self._stood += num_accepted
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """The engine's cost model has seen the step already."""
+        if self._drafting:
+            self._gain.observe(self._count, self._count + self._stood, seconds)
+        elif num_tokens:
+            self._gain.observe_plain(num_tokens, seconds)
 
     def computed(self, items: list[Computed]) -> None:
         """Never called: no layer is captured."""
@@ -82,7 +95,7 @@ class Speculator:
             verdict = "drafting pays" if choice.gamma else "not drafting"
             reason = (
                 f"{verdict}: {expected:.2f} tokens expected per step at γ {max(choice.best_gamma, 1)},"
-                f" predicted speed-up {choice.speedup:.2f}"
+                f" speed-up {choice.speedup:.2f}"
             )
         return {
             "active": self._always or choice.gamma > 0,
@@ -104,10 +117,14 @@ class Speculator:
     def _gamma(self, lengths: list[int]) -> int:
         if self._always:
             return self.max_gamma
-        self._choice = choose_gamma(self._acceptance, self._costs, lengths)
-        if self._choice.gamma and self._choice.speedup >= _ADVANTAGE:
-            return self._choice.gamma
-        self._choice = Choice(0, self._choice.speedup, self._choice.best_gamma)
+        choice = choose_gamma(self._acceptance, self._costs, lengths)
+        if self._gain.cycles(len(lengths)) >= _TRIES:
+            # What a step of this many rows costs depends on more than their number; here it has been seen.
+            choice = Choice(choice.gamma, self._gain.speedup(len(lengths)), choice.best_gamma)
+        if choice.gamma and choice.speedup >= _ADVANTAGE:
+            self._choice = choice
+            return choice.gamma
+        self._choice = Choice(0, choice.speedup, choice.best_gamma)
         self._unprofitable += 1
         return self._choice.best_gamma if self._unprofitable % _PROBE_EVERY == 0 else 0
 
