@@ -97,19 +97,5 @@ class Backend(Protocol):
         """Forgets every cached prefix. False if blocks are in use."""
 
     async def reconfigure(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Changes settings that may change at run time (RUNTIME_SETTINGS) while no request is running;
+        """Changes settings that may change at run time (`engine.config.RUNTIME_SETTINGS`) while no request is running;
         returns the effective settings. Raises ConfigError. Benchmarks use it between stages."""
-
-
-RUNTIME_SETTINGS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "scheduling_policy",
-    "ttft_slo_ms",
-    "itl_target_ms",
-    "draft",
-    "num_speculative_tokens",
-    "speculation",
-)

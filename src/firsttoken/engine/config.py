@@ -85,5 +85,20 @@ class EngineConfig:
     )
 
 
+RUNTIME_SETTINGS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "scheduling_policy",
+    "ttft_slo_ms",
+    "itl_target_ms",
+    "draft",
+    "num_speculative_tokens",
+    "speculation",
+)
+"""Settings that may change between requests, see `Engine.reconfigure`."""
+
+
 class ConfigError(ValueError):
     """A setting or input that cannot work; the message is one line that names what to change."""

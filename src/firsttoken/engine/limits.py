@@ -9,7 +9,7 @@ from typing import Any, cast, get_args, get_type_hints
 
 import torch
 
-from firsttoken.engine.config import ConfigError, EngineConfig
+from firsttoken.engine.config import RUNTIME_SETTINGS, ConfigError, EngineConfig
 from firsttoken.engine.model.config import ModelConfig
 
 _DTYPES = {
@@ -20,20 +20,6 @@ _DTYPES = {
 }
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _CPU_KV_BYTES = 2**30
-RUNTIME_SETTINGS = frozenset(
-    {
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "scheduling_policy",
-        "ttft_slo_ms",
-        "itl_target_ms",
-        "draft",
-        "num_speculative_tokens",
-        "speculation",
-    }
-)
 
 
 @dataclass(slots=True, frozen=True)
