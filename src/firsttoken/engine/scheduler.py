@@ -181,15 +181,17 @@ class Scheduler:
         pending: set[bytes] = set()
         for position, seq in enumerate(candidates):
             waiting = not self._is_running(seq)
-            if waiting and len(self.running) >= self.config.max_num_seqs and not self._yield_slot(seq, plan):
-                continue
             matched: list[int] = []
             if waiting:
+                # Strict order: nobody smaller takes the blocks that the head waits for, and nobody makes way for
+                # one who could not start. Those that already have their blocks go on.
+                if short_of_blocks:
+                    continue
+                full = len(self.running) >= self.config.max_num_seqs
+                if full and not self._yield_slot(seq, plan):
+                    continue
                 matched = self._match(seq)
-                need = seq_blocks(len(seq.token_ids) + 1, self.pool.block_size) - len(matched)
-                if short_of_blocks or need > self.pool.num_free - self.pool.num_evictable(matched):
-                    # Strict order: nobody smaller takes the blocks that the head waits for. Those that already
-                    # have theirs go on.
+                if not self._fits(seq, matched):
                     short_of_blocks = True
                     continue
             todo = len(seq.token_ids) - (
@@ -287,7 +289,7 @@ class Scheduler:
         """Seconds of the step that would finish this prefill, beside what is decoding now."""
         todo = seq.num_uncomputed_tokens
         if not self._is_running(seq):
-            todo -= min(len(self._match(seq)) * self.pool.block_size, todo - 1)
+            todo -= min(self._expected_hits(seq) * self.pool.block_size, todo - 1)
         return self.costs.predict(todo + len(self.running))
 
     def _paused(self, decodes: list[Sequence], prefills: list[Sequence], now: float) -> list[Sequence]:
@@ -295,11 +297,8 @@ class Scheduler:
         if not prefills or self.config.scheduling_policy == "fcfs":
             return []
         head = prefills[0]  # of the best class: priority is the first thing that candidates are ordered by
-        if not self._is_running(head):
-            matched = self._match(head)
-            need = seq_blocks(len(head.token_ids) + 1, self.pool.block_size) - len(matched)
-            if need > self.pool.num_free - self.pool.num_evictable(matched):
-                return []  # it cannot start anyway
+        if not self._is_running(head) and not self._fits(head, self._match(head)):
+            return []  # it cannot start anyway
         best = head.request.priority
         return [s for s in decodes if s.request.priority > best and now - s.last_scheduled < _LONGEST_PAUSE_S]
 
@@ -327,6 +326,25 @@ class Scheduler:
             return []
         most = seq.max_prefix_read // self.pool.block_size
         return self.pool.match(seq.extend_hashes(self.pool.block_size)[:most]) if most else []
+
+    def _fits(self, seq: Sequence, matched: list[int]) -> bool:
+        """Whether a waiting sequence's known tokens and its next one find blocks, beside its `matched` ones."""
+        need = seq_blocks(len(seq.token_ids) + 1, self.pool.block_size) - len(matched)
+        return need <= self.pool.num_free - self.pool.num_evictable(matched)
+
+    def _expected_hits(self, seq: Sequence) -> int:
+        """About as many blocks as `_match` finds, for ordering a long queue: looks only where the last look ended.
+        A prefix is evicted from its end, so a block that is still cached nearly always means those before it are."""
+        if not self.config.enable_prefix_caching:
+            return 0
+        most = seq.max_prefix_read // self.pool.block_size
+        hashes, cached, count = seq.extend_hashes(self.pool.block_size), self.pool.cached, seq.expected_hits
+        while count and (count > most or hashes[count - 1] not in cached):
+            count -= 1
+        while count < most and hashes[count] in cached:
+            count += 1
+        seq.expected_hits = count
+        return count
 
     def _admit(self, seq: Sequence, matched: list[int]) -> None:
         """waiting -> running: takes the matched blocks and fresh ones for the rest of the known tokens."""

@@ -27,6 +27,8 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash of each full block of known tokens, as far as they have been needed."""
     num_registered_blocks: int = 0
+    expected_hits: int = 0
+    """While waiting: blocks that the scheduler last found cached."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at first admission."""
     output_counts: dict[int, int] = field(default_factory=dict)
