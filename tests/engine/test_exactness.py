@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from firsttoken.engine.sequence import Sequence
 from firsttoken.speculate.ngram import NgramDrafter
 from firsttoken.speculate.speculator import Speculator
 from tests.engine.tiny import (
-    EOS,
     VOCAB,
     ScriptedSpeculator,
     alone,
@@ -250,5 +248,3 @@ def test_the_tiny_model_ends_texts_by_eos_sometimes():
             alone(Request(request_id="r", prompt_token_ids=[9, 8], sampling=params))[-1].finish_reason
         )
     assert reasons == {"stop", "length"}
-    assert EOS in full_logits([9, 8])[-1].topk(VOCAB).indices
-    assert torch.isfinite(full_logits([9, 8])).all()

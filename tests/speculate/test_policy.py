@@ -40,11 +40,11 @@ def test_the_gain_follows_a_text_that_changes():
 
 
 def test_gamma_is_nought_where_nothing_is_won():
-    costs = CostModel([(1, 0.010), (2, 0.011), (8, 0.016)])
+    costs = CostModel([(1, 0.010), (2, 0.012), (8, 0.021)])
     acceptance = Acceptance(5)
     for _ in range(200):
         acceptance.observe(5, 0)
-    assert choose_gamma(acceptance, costs, [5], draft_seconds_per_token=0.001).gamma == 0
+    assert choose_gamma(acceptance, costs, [5]).gamma == 0
     for _ in range(2000):
         acceptance.observe(5, 5)
-    assert choose_gamma(acceptance, costs, [5], draft_seconds_per_token=0.001).gamma == 5
+    assert choose_gamma(acceptance, costs, [5]).gamma == 5

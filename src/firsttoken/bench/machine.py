@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import shlex
 import sys
@@ -17,13 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from firsttoken import __version__
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+from firsttoken.backends.process import available_cores
 
 
 def processor() -> str:
@@ -86,7 +79,7 @@ def describe() -> dict[str, Any]:
             versions[package] = version(package)
     return {
         "processor": processor(),
-        "cores": cores(),
+        "cores": available_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpus(),
         "system": f"{platform.system()} {platform.machine()}",

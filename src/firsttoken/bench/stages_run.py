@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from firsttoken.backends.process import available_cores
 from firsttoken.bench import machine
 from firsttoken.bench.client import Call, Client, Refused
 from firsttoken.bench.controls import Controls, growth
@@ -210,7 +211,7 @@ async def run_trial(
     with machine.GpuMeter() as gpu:
         trial = await closed_loop(client, calls, concurrency)
     await asyncio.sleep(0.05)  # the server's counters are at most one step old
-    counters = growth(before, await controls.counters()) | {"cores": float(machine.cores())}
+    counters = growth(before, await controls.counters()) | {"cores": float(available_cores())}
     if gpu.percent is not None and controls.settings.get("device") == "cuda":
         counters["gpu_percent"] = gpu.percent
     result = TrialResult(

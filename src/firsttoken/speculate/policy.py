@@ -68,15 +68,10 @@ def choose_gamma(
     acceptance: Acceptance,
     costs: CostModel,
     draft_lengths: Seq[int],
-    *,
-    draft_seconds_per_token: float = 0.0,
-    fixed_seconds: float = 0.0,
 ) -> Choice:
-    """The γ for one step over sequences that could be drafted for.
+    """The γ for one step over sequences that could be drafted for, where drafting itself costs nothing.
 
     draft_lengths: for each decoding sequence, the most tokens its drafter offers (0: none).
-    draft_seconds_per_token: cost of one drafting pass for the whole batch.
-    fixed_seconds: cost of a verification over a plain step that the cost model does not know.
     Ties go to the smaller γ.
     """
     count = len(draft_lengths)
@@ -85,7 +80,7 @@ def choose_gamma(
     best = Choice(0, 0.0, 0)
     for gamma in range(1, max(draft_lengths, default=0) + 1):
         rows = count + sum(min(gamma, n) for n in draft_lengths)
-        seconds = costs.predict(rows) + fixed_seconds + gamma * draft_seconds_per_token
+        seconds = costs.predict(rows)
         tokens = sum(acceptance.expected_tokens(min(gamma, n)) for n in draft_lengths)
         speedup = tokens / seconds / plain
         if speedup > best.speedup * (1 + 1e-9):
