@@ -60,7 +60,8 @@ def _tokenizers(model: Path, draft: Path, *, shares: bool) -> Finding:
             return Finding("ok", "tokenizer: the model's own")
         return Finding("warning", "tokenizer: the draft has none to compare; it must be the model's own")
     a, b = _tokens(model / "tokenizer.json"), _tokens(theirs)
-    for token in sorted({*a, *b}, key=lambda t: min(a.get(t, 1 << 60), b.get(t, 1 << 60))):
+    # By the model's ids, then by the draft's: the finding must not depend on the order of a set.
+    for token in sorted({*a, *b}, key=lambda t: (a.get(t, 1 << 60), b.get(t, 1 << 60), t)):
         if a.get(token) != b.get(token):
             return Finding(
                 "error",
