@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from firsttoken import models
 from firsttoken.drafting.check import check_draft
@@ -28,6 +30,7 @@ def folders(tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        save_file({"model.norm.weight": np.ones(64, dtype=np.float32)}, folder / "model.safetensors")
     return model, draft
 
 
@@ -57,9 +60,10 @@ def test_one_token_with_another_id_is_named(folders):
     [
         ({"max_position_embeddings": 512}, "context", "error", "512"),
         ({"vocab_size": 8}, "vocabulary", "warning", "padding"),
+        ({"vocab_size": 2}, "vocabulary", "error", "go up to 2"),
         ({"num_hidden_layers": 8}, "depth", "warning", "2.57x"),
-        ({"quantization_config": {"quant_method": "awq"}}, "weights", "warning", "awq"),
-        ({"torch_dtype": "float16"}, "weights", "warning", "float16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantisation", "warning", "awq"),
+        ({"torch_dtype": "float16"}, "dtype", "warning", "float16"),
     ],
 )
 def test_what_differs_is_said(folders, changes, subject, severity, says):
@@ -68,6 +72,15 @@ def test_what_differs_is_said(folders, changes, subject, severity, says):
     finding = found(model, draft, subject)
     assert finding.severity == severity
     assert says in finding.text
+
+
+def test_weights_that_are_cut_short_or_missing_are_found(folders):
+    model, draft = folders
+    whole = (draft / "model.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert found(model, draft, "weights").severity == "error"
+    (draft / "model.safetensors").unlink()
+    assert found(model, draft, "weights").severity == "error"
 
 
 def test_the_shipped_draft_is_of_the_built_in_model_and_small():
@@ -84,10 +97,6 @@ def test_a_draft_of_other_weights_is_a_warning(folders, tmp_path):
     model, _ = folders
     draft = tmp_path / "feature"
     shutil.copytree(SHIPPED / "smollm2-135m", draft)
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    save_file({"model.norm.weight": np.ones(64, dtype=np.float32)}, model / "model.safetensors")
     finding = found(model, draft, "target")
     assert finding.severity == "warning"
     assert "train it again" in finding.text

@@ -78,10 +78,11 @@ def test_a_shallow_draft_is_written_with_the_whole_head(folder, tmp_path):
     draft = shallow_decoder(target, ShallowConfig(shared_layers=2, tuned_layers=1, draft_vocab_size=32), ids)
     draft.layers[2].o.weight = draft.layers[2].o.weight * 1.5  # as if trained
     short = logits(draft, TOKENS)
-    save_shallow_draft(draft, target, 2, models.fingerprint(folder), folder, tmp_path, {"seed": 1})
+    save_shallow_draft(draft, target, 2, ids, models.fingerprint(folder), folder, tmp_path, {"seed": 1})
     written = load_model(tmp_path, torch.float32, CPU)
     assert torch.allclose(logits(written, TOKENS)[:, ids], short, atol=1e-6)
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 3
+    assert json.loads((tmp_path / "draft_vocab.json").read_text()) == ids.tolist()
     assert torch.equal(logits(target, TOKENS), logits(load_model(folder, torch.float32, CPU), TOKENS))
 
 
@@ -111,6 +112,8 @@ def test_a_feature_draft_survives_its_folder_and_its_export(folder, tmp_path):
     assert raw["eagle_aux_hidden_state_layer_ids"] == [3, 4, 7]
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"]
     assert raw["draft_vocab_size"] == 20
+    # What other servers load is still a draft of ours.
+    assert torch.equal(load_feature_draft(tmp_path / "out", target).token_ids, ids)
 
 
 def test_a_draft_of_another_model_is_refused(folder, tmp_path):

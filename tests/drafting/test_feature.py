@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -84,7 +86,8 @@ def test_a_stopped_training_ends_with_the_same_weights(tmp_path, muon):
     trainer.run()
     for name, weight in through.draft.named_weights().items():
         assert torch.equal(weight, resumed.draft.named_weights()[name]), name
-    assert not Trainer(learner(), TrainConfig(steps=8), torch.device("cpu")).restore(tmp_path / "state.pt")
+    for other in (TrainConfig(steps=8), replace(config, what="another model, corpus or shape")):
+        assert not Trainer(learner(), other, torch.device("cpu")).restore(tmp_path / "state.pt")
 
 
 def test_tokens_per_cycle_by_hand():

@@ -69,11 +69,15 @@ def train(
     import torch
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from firsttoken.drafting.make import Recipe, make_draft
+    from firsttoken.drafting.make import HELD_OUT, Recipe, make_draft
+    from firsttoken.drafting.report import report_lines
+    from firsttoken.engine.config import ConfigError
     from firsttoken.models import resolve
     from firsttoken.speculate.find import draft_folder_of
 
     folder = resolve(model)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here; give --device cpu, or auto")
     chosen = torch.device(device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = chosen.type == "cuda"
     recipe = Recipe(
@@ -104,6 +108,9 @@ def train(
         tasks: dict[str, Any] = {}
 
         def on_progress(stage: str, done: int, total: int, word: str) -> None:
+            if stage == HELD_OUT:
+                bar.console.print(f"step {done:,} of {total:,}: {word} {stage}", highlight=False)
+                return
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total, word="")
             bar.update(tasks[stage], completed=done, word=word)
@@ -118,12 +125,8 @@ def train(
             command="firsttoken " + " ".join(sys.argv[1:]),
             on_progress=on_progress,
         )
-    print(f"draft in {made.folder}")
-    print("on held-out greedy chats:")
-    for i, (rate_, tokens) in enumerate(zip(made.per_position, made.tokens_per_cycle, strict=True), start=1):
-        print(
-            f"  γ {i}: {tokens:.2f} tokens per cycle; draft {i} stands {rate_:.1%} of the time if those before it do"
-        )
+    print(f"draft in {target}")
+    print("\n".join(report_lines(made)))
 
 
 @group.command()
@@ -195,28 +198,30 @@ def measure(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File with a user's prompt a line. Default: the benchmark's, by category."),
+        typer.Option(help="File with a user's prompt a line. Default: chat, code and creative writing."),
     ] = None,
-    gamma: Annotated[int, typer.Option(min=1, max=32, help="Tokens drafted per step.")] = 5,
+    gamma: Annotated[int, typer.Option(min=1, max=32, help="Tokens drafted per step, for acceptance.")] = 5,
     temperature: Annotated[
         list[float] | None, typer.Option(min=0, help="May be given several times. Default: 0, 0.7 and 1.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 128,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Requests at a time, for speed; several times. Default: 1 and 4."),
+    ] = None,
     count: Annotated[int, typer.Option(min=1, help="Prompts of each category.")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Measure a draft here: acceptance by category, position and temperature, and speed against none."""
+    """Measure a draft here: acceptance by kind of text, position and temperature; speed-up by γ."""
     from dataclasses import asdict
 
     from rich.console import Console
-    from rich.progress import Progress
-    from rich.table import Table
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from transformers import AutoTokenizer
 
-    from firsttoken.bench.prompts import load
-    from firsttoken.drafting.measure import measure_draft
-    from firsttoken.engine.config import ConfigError
+    from firsttoken.drafting.measure import DraftMeter
+    from firsttoken.drafting.report import GAMMAS, acceptance_table, speed_table
+    from firsttoken.engine.config import ConfigError, EngineConfig
     from firsttoken.models import resolve
     from firsttoken.speculate.find import own_draft
     from firsttoken.speculate.speculator import make_speculator
@@ -228,54 +233,53 @@ def measure(
             f"{model} has no draft yet: make one with `firsttoken draft train {model}`, or name one"
         )
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    chats: dict[str, list[list[dict[str, str]]]] = {}
-    if prompts:
-        chats["given"] = [[{"role": "user", "content": line}] for line in _lines(prompts)]
-    else:
-        for prompt in load().measured:
-            chats.setdefault(prompt.category, []).append(prompt.messages)
-        chats = {category: some[:count] for category, some in chats.items()}
     ids = {
         category: [
             cast(
                 list[int],
-                tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False),
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": turn}], add_generation_prompt=True, return_dict=False
+                ),
             )
-            for chat in some
+            for turn in turns
         ]
-        for category, some in chats.items()
+        for category, turns in _turns(prompts, count).items()
     }
-    with Progress(transient=True) as bar:
-        task = bar.add_task("measuring")
-        found = measure_draft(
-            folder,
-            str(source),
-            ids,
-            make_speculator=make_speculator,
-            gamma=gamma,
-            temperatures=tuple(temperature or (0.0, 0.7, 1.0)),
-            max_tokens=max_tokens,
-            concurrency=concurrency,
-            on_progress=lambda done, total, word: bar.update(
-                task, completed=done, total=total, description=word or "measuring"
-            ),
+    batches = tuple(concurrency or (1, 4))
+    config = EngineConfig(model=str(folder), max_num_seqs=max(batches))
+    meter = DraftMeter(config, str(source), make_speculator, max_tokens=max_tokens)
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("")
+
+        def on_progress(done: int, total: int, word: str) -> None:
+            bar.update(task, completed=done, total=total, description=word)
+
+        accepted = meter.acceptance(
+            ids, gamma=gamma, temperatures=tuple(temperature or (0.0, 0.7, 1.0)), on_progress=on_progress
+        )
+        speeds = meter.speed(
+            ids, gammas=tuple(sorted({*GAMMAS, gamma})), batches=batches, on_progress=on_progress
         )
     if as_json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
+        print(json.dumps({"acceptance": [asdict(r) for r in accepted], "speed": [asdict(r) for r in speeds]}))
         return
-    table = Table(title=f"{source}, γ {gamma}, {concurrency} at a time")
-    for column in ("category", "T", "accepted", "tokens per cycle", "draft 1, 2, … stands", "speed-up"):
-        table.add_column(column)
-    for row in found:
-        table.add_row(
-            row.category,
-            f"{row.temperature:g}",
-            f"{row.acceptance_rate:.1%}",
-            f"{row.tokens_per_cycle:.2f}",
-            " ".join(f"{rate:.0%}" for rate in row.per_position),
-            f"{row.speedup:.2f}x",
-        )
-    Console().print(table)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(acceptance_table(accepted, f"{source}, γ {gamma}, one request at a time"))
+    console.print(speed_table(speeds, f"{source}, greedy, all of these prompts"))
+
+
+def _turns(file: Path | None, count: int) -> dict[str, list[str]]:
+    """A user's texts by category: the file's, or the first `count` of the benchmark's, without its system prompt."""
+    if file is not None:
+        return {"given": _lines(file)}
+    from firsttoken.bench.prompts import load
+
+    turns: dict[str, list[str]] = {}
+    for prompt in load().measured:
+        if prompt.category in ("chat", "code", "creative"):
+            turns.setdefault(prompt.category, []).append(prompt.turn)
+    return {category: some[:count] for category, some in turns.items()}
 
 
 def _lines(file: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from firsttoken import models
 from firsttoken.engine.config import ConfigError
-from firsttoken.engine.model.checkpoint import read_json
+from firsttoken.engine.model.checkpoint import read_json, tensor_index, weight_files
 from firsttoken.speculate.draft_folder import FEATURE_ARCHITECTURE
 
 
@@ -30,10 +30,12 @@ def check_draft(model: Path, draft: Path) -> list[Finding]:
     findings = [Finding("ok", f"kind: {kind}")]
     findings.append(_target(model, own, kind))
     findings.append(_tokenizers(model, draft, shares=kind == "feature"))
-    findings.append(_vocabulary(m, d))
+    findings.append(_vocabulary(model, m, d))
     findings.append(_depth(m, d, kind))
     findings.append(_context(m, d))
     findings.append(_dtype(m, d))
+    findings.append(_quantisation(d))
+    findings.append(_weights(draft))
     if kind in ("feature", "eagle3"):
         findings.append(_states(m, d))
     return findings
@@ -86,14 +88,19 @@ def _id(value: int | None) -> str:
     return "missing" if value is None else f"id {value}"
 
 
-def _vocabulary(m: dict[str, Any], d: dict[str, Any]) -> Finding:
-    ours, theirs = m.get("vocab_size"), d.get("vocab_size")
+def _vocabulary(model: Path, m: dict[str, Any], d: dict[str, Any]) -> Finding:
+    ours, theirs = int(m.get("vocab_size") or 0), int(d.get("vocab_size") or 0)
     if ours == theirs:
         return Finding("ok", f"vocabulary: {ours:,} rows in both")
+    last = max(_tokens(model / "tokenizer.json").values())
+    if theirs <= last:
+        return Finding(
+            "error", f"vocabulary: {theirs:,} rows in the draft, but the tokenizer's ids go up to {last:,}"
+        )
     return Finding(
         "warning",
-        f"vocabulary: {ours:,} rows in the model, {theirs:,} in the draft; fine if that is padding, but some servers"
-        " compare the two numbers",
+        f"vocabulary: {ours:,} rows in the model, {theirs:,} in the draft; that is padding, which firsttoken takes, but"
+        " some servers want the two numbers equal",
     )
 
 
@@ -122,15 +129,29 @@ def _context(m: dict[str, Any], d: dict[str, Any]) -> Finding:
 
 
 def _dtype(m: dict[str, Any], d: dict[str, Any]) -> Finding:
+    ours, theirs = (c.get("dtype") or c.get("torch_dtype") for c in (m, d))
+    if ours != theirs:
+        return Finding("warning", f"dtype: {theirs} in the draft, {ours} in the model: it will be converted")
+    return Finding("ok", f"dtype: {theirs}")
+
+
+def _quantisation(d: dict[str, Any]) -> Finding:
     if method := (d.get("quantization_config") or {}).get("quant_method"):
         return Finding(
             "warning",
-            f"weights: the draft is quantised ({method}): some servers then accept no draft, silently",
+            f"quantisation: the draft is quantised ({method}): firsttoken does not load it, and some servers accept"
+            " no draft of such a one, silently; give it in bfloat16",
         )
-    ours, theirs = (c.get("dtype") or c.get("torch_dtype") for c in (m, d))
-    if ours != theirs:
-        return Finding("warning", f"weights: {theirs} in the draft, {ours} in the model")
-    return Finding("ok", f"weights: {theirs}")
+    return Finding("ok", "quantisation: none")
+
+
+def _weights(draft: Path) -> Finding:
+    """Whether the files are there and whole, by their headers."""
+    try:
+        tensors = sum(len(tensor_index(file)) for file in weight_files(draft))
+    except ConfigError as error:
+        return Finding("error", f"weights: {error}")
+    return Finding("ok", f"weights: {tensors} tensors, none cut short")
 
 
 def _states(m: dict[str, Any], d: dict[str, Any]) -> Finding:

@@ -7,6 +7,7 @@ for each of thousands of rows, without padding. Half of the rows are answered gr
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -212,7 +213,8 @@ def make_corpus(
     Raises ConfigError if the folder holds a corpus of other settings or of another model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted: dict[str, Any] = {"target": target, **asdict(config), "prompts": prompts is not None}
+    of_prompts = hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16] if prompts else None
+    wanted: dict[str, Any] = {"target": target, **asdict(config), "prompts": of_prompts}
     described = folder / "corpus.json"
     if described.exists() and (found := json.loads(described.read_text())) != wanted:
         changed = ", ".join(sorted(k for k in wanted if found.get(k) != wanted[k]))

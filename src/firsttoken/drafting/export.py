@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from firsttoken import models
 from firsttoken.engine.config import ConfigError
 from firsttoken.engine.model.checkpoint import read_json
 from firsttoken.engine.model.decoder import Decoder
@@ -49,21 +51,30 @@ def save_shallow_draft(
     draft: Decoder,
     target: Decoder,
     shared: int,
+    token_ids: torch.Tensor,
     fingerprint: str,
     model_folder: Path,
     out: Path,
     recipe: dict[str, Any],
 ) -> None:
     """A trained shallow draft as a plain checkpoint, with the whole vocabulary's head: shared layers, tuned layers,
-    tuned norm."""
+    tuned norm. token_ids: the tokens it was trained to draft, kept beside it in draft_vocab.json; a checkpoint's
+    readers refuse tensors that they do not know."""
     count, of_model = draft.config.num_layers, target.config.num_layers
     whole = copy.copy(draft)
     whole.lm_head = target.lm_head
     layers = [*range(shared), *range(of_model - (count - shared), of_model)]
     _write_checkpoint(model_folder, out, whole.named_weights(), {"num_hidden_layers": count}, layers)
     config = read_json(out, "config.json")
-    config["firsttoken"] = {"kind": "shallow", "target": fingerprint, "shared_layers": shared}
+    config["firsttoken"] = {
+        "kind": "shallow",
+        "target": fingerprint,
+        "shared_layers": shared,
+        "tuned_layers": count - shared,
+        "draft_vocab_size": len(token_ids),
+    }
     write_json(out / "config.json", config)
+    (out / "draft_vocab.json").write_text(json.dumps(token_ids.tolist()) + "\n")
     write_json(out / "recipe.json", recipe)
 
 
@@ -92,7 +103,8 @@ def export_eagle3(model_folder: Path, draft_folder: Path | None, out: Path, *, v
     weights["d2t"] = ids - torch.arange(len(ids))
     weights["t2d"] = torch.zeros(target.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-    write_json(out / "config.json", eagle3_config(draft, target, dtype))
+    described = {"kind": "feature", "target": models.fingerprint(model_folder), **draft.config.as_dict()}
+    write_json(out / "config.json", {**eagle3_config(draft, target, dtype), "firsttoken": described})
     _copy_tokenizer(model_folder, out)
 
 

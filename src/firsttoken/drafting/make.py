@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import gc
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,18 +18,21 @@ from firsttoken.drafting.chat_format import ChatFormat
 from firsttoken.drafting.corpus import GREEDY, Corpus, CorpusConfig, make_corpus
 from firsttoken.drafting.export import save_shallow_draft
 from firsttoken.drafting.feature import ChainConfig, FeatureLearner
+from firsttoken.drafting.report import first_prompts, measured_speed, report_lines
 from firsttoken.drafting.shallow import ShallowLearner
 from firsttoken.drafting.states import target_states
 from firsttoken.drafting.train import TrainConfig, Trainer, saved_steps, steps_in
 from firsttoken.engine.config import ConfigError
 from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
-from firsttoken.speculate.draft_folder import save_feature_draft
+from firsttoken.speculate.draft_folder import save_feature_draft, write_json
 from firsttoken.speculate.feature_draft import FeatureConfig, FeatureDraft, start_from_target
 from firsttoken.speculate.shallow_draft import ShallowConfig, shallow_decoder
 
 OnProgress = Callable[[str, int, int, str], None]
 """(stage, done, total, a word on how it goes)"""
+HELD_OUT = "on held-out chats"
+"""The stage under which held-out acceptance is told while training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +62,6 @@ class Recipe:
     tuned_layers: int = 2
 
 
-@dataclass(frozen=True)
-class Made:
-    folder: Path
-    tokens_per_cycle: list[float]
-    per_position: list[float]
-    recipe: dict[str, Any]
-
-
 def make_draft(
     model_folder: Path,
     out: Path,
@@ -76,11 +72,49 @@ def make_draft(
     prompts: list[str] | None = None,
     command: str = "",
     on_progress: OnProgress = lambda stage, done, total, word: None,
-) -> Made:
-    """Corpus, states, training, figures, folder. Interrupted, the same call goes on where it was; `work` holds the
-    corpus and the training's last state."""
+) -> dict[str, Any]:
+    """Corpus, states, training, figures, folder, speed. Interrupted, the same call goes on where it was; `work` holds
+    the corpus and the training's last state. Returns what it wrote to recipe.json."""
     started = time.monotonic()
     seconds: dict[str, float] = {}
+    state = work / f"{recipe.kind}-training.pt"
+    described, starts = _trained(
+        model_folder, out, recipe, device, work, state, prompts, command, seconds, on_progress
+    )
+    # The training's tensors are gone: the engine has the memory to itself.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with stage(seconds, "measuring"):
+        described["speed"] = measured_speed(
+            model_folder,
+            out,
+            starts,
+            device.type,
+            min(64, recipe.length // 4),
+            lambda done, total, word: on_progress("measuring speed", done, total, word),
+        )
+    seconds["all"] = time.monotonic() - started
+    described["seconds"] = {name: round(s, 1) for name, s in seconds.items()}
+    write_json(out / "recipe.json", described)
+    (out / "report.txt").write_text("\n".join(report_lines(described)) + "\n", encoding="utf-8")
+    state.unlink(missing_ok=True)  # the same command would make a new draft now, not finish this one
+    return described
+
+
+def _trained(
+    model_folder: Path,
+    out: Path,
+    recipe: Recipe,
+    device: torch.device,
+    work: Path,
+    state: Path,
+    prompts: list[str] | None,
+    command: str,
+    seconds: dict[str, float],
+    on_progress: OnProgress,
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Writes the draft's folder; returns its description, and prompts of held-out chats to measure speed with."""
     fingerprint = models.fingerprint(model_folder)
     target = load_model(model_folder, training_dtype(device), device, max_positions=recipe.length)
     with stage(seconds, "corpus"):
@@ -89,18 +123,18 @@ def make_draft(
         torch.cuda.empty_cache()
     with stage(seconds, "states"):
         learner, draft = _learner(target, recipe, corpus, held_out, on_progress)
-    state = work / f"{recipe.kind}-training.pt"
-    trainer = _trainer(learner, recipe, device, state)
+    trainer = _trainer(learner, recipe, device, state, f"{fingerprint} {_digest(corpus)}")
     with stage(seconds, "training"):
         _train(trainer, state, on_progress)
     figures = learner.figures()
-    seconds["all"] = time.monotonic() - started
     described = {
         "made_by": f"firsttoken {__version__}",
         "command": command,
         "recipe": asdict(replace(recipe, steps=trainer.config.steps)),
         "target": fingerprint,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
         "seconds": {name: round(s, 1) for name, s in seconds.items()},
         "corpus_tokens": corpus.tokens.numel(),
         "held_out_tokens": figures.num_tokens,
@@ -111,8 +145,21 @@ def make_draft(
     if isinstance(draft, FeatureDraft):
         save_feature_draft(draft, target, model_folder, fingerprint, out, described)
     else:
-        save_shallow_draft(draft, target, recipe.shared_layers, fingerprint, model_folder, out, described)
-    return Made(out, figures.tokens_per_cycle, figures.per_position, described)
+        save_shallow_draft(
+            draft,
+            target,
+            recipe.shared_layers,
+            learner.token_ids,
+            fingerprint,
+            model_folder,
+            out,
+            described,
+        )
+    return described, first_prompts(held_out)
+
+
+def _digest(corpus: Corpus) -> str:
+    return hashlib.sha256(corpus.tokens.numpy().tobytes()).hexdigest()[:16]
 
 
 @contextmanager
@@ -163,7 +210,7 @@ def _corpora(
         target, chat, config, work / "corpus", target=fingerprint, prompts=kept, on_step=on_step
     )
     held_out = make_corpus(target, chat, held_config, work / "held-out", target=fingerprint, prompts=held)
-    if not bool(corpus.answers.any()):
+    if not bool(corpus.answers.any()) or not bool(held_out.answers.any()):
         raise ConfigError(
             f"{model_folder}: in {corpus.tokens.shape[1]} tokens no conversation came to an answer; raise --length"
         )
@@ -242,11 +289,13 @@ def _learner(
     return FeatureLearner(draft, target, states, held_states, chain), draft
 
 
-def _trainer(learner: Any, recipe: Recipe, device: torch.device, state: Path) -> Trainer:
-    """With as many steps as asked for; given minutes, as many as an interrupted training had, else as fit."""
+def _trainer(learner: Any, recipe: Recipe, device: torch.device, state: Path, data: str) -> Trainer:
+    """With as many steps as asked for; given minutes, as many as an interrupted training had, else as fit.
+    data: names target and corpus."""
+    what = f"{data} {device.type} {replace(recipe, minutes=0.0, steps=None)}"
 
     def config(steps: int) -> TrainConfig:
-        return TrainConfig(steps=steps, rate=recipe.rate, muon=recipe.muon, seed=recipe.seed)
+        return TrainConfig(steps=steps, rate=recipe.rate, muon=recipe.muon, seed=recipe.seed, what=what)
 
     steps = recipe.steps or saved_steps(state, config(0))
     if steps is None:
@@ -257,11 +306,11 @@ def _trainer(learner: Any, recipe: Recipe, device: torch.device, state: Path) ->
 def _train(trainer: Trainer, file: Path, on_progress: OnProgress) -> None:
     """To the end, from the last saved state if there is one; saved and held-out acceptance reported on the way."""
     total = trainer.config.steps
-    trainer.restore(file)
-    word = ""
+    if trainer.restore(file):
+        on_progress("training", trainer.step, total, "going on")
 
     def on_step(step: int, loss: float) -> None:
-        on_progress("training", step, total, f"loss {loss:.3f}{word}")
+        on_progress("training", step, total, f"loss {loss:.3f}")
 
     parts = 8
     for part in range(1, parts + 1):
@@ -272,15 +321,11 @@ def _train(trainer: Trainer, file: Path, on_progress: OnProgress) -> None:
         trainer.save(file)
         if part < parts:
             rates = trainer.learner.figures().tokens_per_cycle
-            word = f", {rates[min(4, len(rates) - 1)]:.2f} tokens per cycle"
+            gamma = min(5, len(rates))
+            on_progress(HELD_OUT, until, total, f"{rates[gamma - 1]:.2f} tokens per cycle at γ {gamma}")
 
 
 def _coverage(token_ids: torch.Tensor, held_out: Corpus) -> float:
     """Share of held-out answer tokens that the head has."""
     answers = held_out.tokens[held_out.answers].long()
     return float(torch.isin(answers, token_ids.cpu()).float().mean()) if len(answers) else 0.0
-
-
-def read_recipe(folder: Path) -> dict[str, Any] | None:
-    file = folder / "recipe.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

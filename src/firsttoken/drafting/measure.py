@@ -1,113 +1,296 @@
-"""What a draft brings on this machine, measured in the engine: acceptance by category and temperature, and speed."""
+"""What a draft brings on this machine, measured in the engine: acceptance by kind of text and temperature, and speed.
+
+Speeds are of the stream: steps in which a first token is still awaited are not timed, since no draft can help them.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.engine import Engine, SpeculatorFactory
+from firsttoken.engine.costs import CostModel
+from firsttoken.engine.engine import Engine, Speculator, SpeculatorFactory
 from firsttoken.engine.request import Request, SamplingParams
+from firsttoken.engine.runner import Runner
+from firsttoken.engine.sequence import Sequence
+
+Prompts = dict[str, list[list[int]]]
+"""Token ids of prompts by category."""
+OnProgress = Callable[[int, int, str], None]
+"""(done, total, what is measured now)"""
+
+_SAME = 0.02
+"""Speed-ups closer than this are the same: the smaller γ wins."""
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceRow:
     """One category at one temperature."""
 
     category: str
     temperature: float
+    draws: Literal["noise", "argmax"]
+    """How drafts are drawn where the temperature is not 0: with the noise by which the model will sample there, or
+    always the draft's likeliest token."""
     acceptance_rate: float
     """Accepted over drafted tokens."""
     tokens_per_cycle: float
     per_position: list[float]
     """Chance that draft i stands if those before it did."""
     speedup: float
-    """Output tokens per second over those without speculation, in the same run."""
+    """Of the stream, over the same texts without drafts."""
 
 
-def measure_draft(
-    model: Path,
-    draft: str,
-    prompts: dict[str, list[list[int]]],
-    *,
-    make_speculator: SpeculatorFactory,
-    gamma: int = 5,
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0),
-    max_tokens: int = 128,
-    concurrency: int = 1,
-    on_progress: Callable[[int, int, str], None] = lambda done, total, word: None,
-) -> list[Measured]:
-    """prompts: token ids by category. Every prompt is answered with and without drafts, one after the other."""
-    engine = Engine(EngineConfig(model=str(model), speculation="off"), make_speculator=make_speculator)
-    engine.warmup()
-    found: list[Measured] = []
-    total = len(temperatures) * len(prompts)
-    for temperature in temperatures:
-        for category, texts in prompts.items():
-            on_progress(len(found), total, f"{category}, T = {temperature:g}")
-            sampling = SamplingParams(temperature=temperature, seed=0, max_tokens=max_tokens)
-            on: dict[str, Any] = {
-                "draft": draft,
-                "speculation": "always",
-                "num_speculative_tokens": gamma,
-            }
-            plain = _tokens_per_second(engine, {"speculation": "off"}, texts, sampling, concurrency)
-            before = _counters(engine)
-            drafted = _tokens_per_second(engine, on, texts, sampling, concurrency)
-            found.append(_measured(category, temperature, before, _counters(engine), drafted / plain))
-    on_progress(total, total, "")
-    return found
+@dataclass(frozen=True, kw_only=True)
+class SpeedRow:
+    """One γ at one batch size, greedily, over all categories."""
+
+    batch: int
+    gamma: int
+    tokens_per_cycle: float
+    """Expected of the acceptance per position that the largest γ showed."""
+    predicted: float
+    """Speed-up by those tokens and the time of a cycle, taken to be a line in γ through the smallest and largest."""
+    measured: float
 
 
-def _tokens_per_second(
-    engine: Engine,
-    settings: dict[str, Any],
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    concurrency: int,
-) -> float:
-    engine.reconfigure(settings)
-    engine.reset_prefix_cache()
-    tokens, started = 0, time.perf_counter()
-    for first in range(0, len(prompts), concurrency):
-        for i, ids in enumerate(prompts[first : first + concurrency]):
-            engine.add_request(Request(request_id=f"m{i}", prompt_token_ids=ids, sampling=sampling))
-        while engine.has_work():
-            tokens += sum(len(output.token_ids) for output in engine.step())
-    return tokens / (time.perf_counter() - started)
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """All prompts answered once under one setting."""
+
+    seconds: float
+    """Of the steps after every first token."""
+    steps: int
+    tokens: int
+    """Written in those steps."""
+    cycles: int
+    """Verifications, one for each sequence that had drafts."""
+    drafted: list[int]
+    accepted: list[int]
+    """By position, and so is `drafted`."""
+    texts: list[list[int]]
+    """Each prompt's answer, as token ids."""
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / max(self.steps, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return sum(self.accepted) / max(sum(self.drafted), 1)
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        return 1 + sum(self.accepted) / max(self.cycles, 1)
+
+    @property
+    def per_position(self) -> list[float]:
+        reached = [self.cycles, *self.accepted]
+        return [a / r if r else 0.0 for a, r in zip(self.accepted, reached, strict=False)]
 
 
-def _counters(engine: Engine) -> dict[str, Any]:
-    stats = engine.stats()
-    return {
-        "drafts": stats["num_drafts"],
-        "drafted": list(stats["draft_tokens_per_pos"]),
-        "accepted": list(stats["accepted_tokens_per_pos"]),
-    }
+class DraftMeter:
+    """An engine that answers the same prompts with a draft and without.
+
+    Texts are the same either way, by the request's seed, but for the rounding of a verified row (none in float32).
+    """
+
+    def __init__(
+        self, config: EngineConfig, draft: str, make_speculator: SpeculatorFactory, *, max_tokens: int = 128
+    ) -> None:
+        """config: of the engine; its settings of speculation are the meter's own. Loads the model."""
+        self.draft, self.max_tokens = draft, max_tokens
+        self._argmax = False
+
+        def make(config: EngineConfig, costs: CostModel, runner: Runner) -> Speculator | None:
+            made = make_speculator(config, costs, runner)
+            return _ArgmaxDrafts(made) if made is not None and self._argmax else made
+
+        self.engine = Engine(replace(config, speculation="off"), make_speculator=make)
+        self.engine.warmup()
+
+    def acceptance(
+        self,
+        prompts: Prompts,
+        *,
+        gamma: int = 5,
+        temperatures: tuple[float, ...] = (0.0, 0.7, 1.0),
+        batch: int = 1,
+        on_progress: OnProgress = lambda done, total, word: None,
+    ) -> list[AcceptanceRow]:
+        """A row for each category, temperature and (above 0) way of drawing drafts."""
+        cells = [
+            (temperature, category, draws)
+            for temperature in temperatures
+            for category in prompts
+            for draws in (("noise", "argmax") if temperature else ("noise",))
+        ]
+        rows: list[AcceptanceRow] = []
+        plain: dict[tuple[float, str], float] = {}
+        for done, (temperature, category, draws) in enumerate(cells):
+            on_progress(done, len(cells), f"{category}, T = {temperature:g}")
+            texts = prompts[category]
+            if (temperature, category) not in plain:
+                plain[temperature, category] = self.run(texts, 0, temperature=temperature, batch=batch).rate
+            run = self.run(texts, gamma, temperature=temperature, batch=batch, argmax=draws == "argmax")
+            rows.append(
+                AcceptanceRow(
+                    category=category,
+                    temperature=temperature,
+                    draws="argmax" if draws == "argmax" else "noise",
+                    acceptance_rate=run.acceptance_rate,
+                    tokens_per_cycle=run.tokens_per_cycle,
+                    per_position=run.per_position,
+                    speedup=run.rate / plain[temperature, category],
+                )
+            )
+        on_progress(len(cells), len(cells), "")
+        return rows
+
+    def speed(
+        self,
+        prompts: Prompts,
+        *,
+        gammas: tuple[int, ...] = (1, 2, 3, 5, 7),
+        batches: tuple[int, ...] = (1, 4),
+        on_progress: OnProgress = lambda done, total, word: None,
+    ) -> list[SpeedRow]:
+        """gammas: ascending, none 0. A row for each γ and batch size, by batch size."""
+        texts = list(_interleaved(prompts))
+        total, done = len(batches) * (len(gammas) + 1), 0
+        rows = []
+        for batch in batches:
+            runs: dict[int, Run] = {}
+            # The largest and smallest first, around the plain run: a machine's speed drifts over minutes.
+            for gamma in sorted({0, *gammas}, key=lambda g: (g not in (0, gammas[0], gammas[-1]), g)):
+                on_progress(done, total, f"γ {gamma}, {batch} at a time")
+                runs[gamma] = self.run(texts, gamma, batch=batch)
+                done += 1
+            plain, first, last = runs[0], runs[gammas[0]], runs[gammas[-1]]
+            if not all(run.seconds for run in runs.values()):
+                continue  # every answer was one token: there is no stream
+            for gamma in gammas:
+                span = max(gammas[-1] - gammas[0], 1)
+                slope = (last.step_seconds - first.step_seconds) / span
+                seconds = first.step_seconds + slope * (gamma - gammas[0])
+                tokens = expected_tokens(last.per_position, gamma)
+                rows.append(
+                    SpeedRow(
+                        batch=batch,
+                        gamma=gamma,
+                        tokens_per_cycle=tokens,
+                        predicted=tokens * plain.step_seconds / seconds,
+                        measured=runs[gamma].rate / plain.rate,
+                    )
+                )
+        on_progress(total, total, "")
+        return rows
+
+    def run(
+        self,
+        prompts: list[list[int]],
+        gamma: int,
+        *,
+        temperature: float = 0.0,
+        batch: int = 1,
+        argmax: bool = False,
+    ) -> Run:
+        """Answers all prompts, `batch` at a time, with γ drafts in every step (0: without the draft)."""
+        self._argmax = argmax
+        on = {"draft": self.draft, "speculation": "always", "num_speculative_tokens": gamma}
+        self.engine.reconfigure(on if gamma else {"speculation": "off"})
+        self.engine.reset_prefix_cache()
+        before = self._counters()
+        sampling = SamplingParams(temperature=temperature, seed=0, max_tokens=self.max_tokens)
+        texts: list[list[int]] = [[] for _ in prompts]
+        seconds, steps, tokens = 0.0, 0, 0
+        for first in range(0, len(prompts), batch):
+            awaited = set()
+            for i, ids in enumerate(prompts[first : first + batch], start=first):
+                awaited.add(str(i))
+                self.engine.add_request(Request(request_id=str(i), prompt_token_ids=ids, sampling=sampling))
+            while self.engine.has_work():
+                started = time.perf_counter()
+                outputs = self.engine.step()
+                if not awaited:
+                    seconds += time.perf_counter() - started
+                    steps += 1
+                    tokens += sum(len(output.token_ids) for output in outputs)
+                for output in outputs:
+                    texts[int(output.request_id)] += output.token_ids
+                awaited -= {output.request_id for output in outputs if output.token_ids}
+        after = self._counters()
+        drafted, accepted = (_growth(before[name], after[name]) for name in ("drafted", "accepted"))
+        return Run(
+            seconds=seconds,
+            steps=steps,
+            tokens=tokens,
+            cycles=after["cycles"] - before["cycles"],
+            drafted=drafted,
+            accepted=accepted + [0] * (len(drafted) - len(accepted)),
+            texts=texts,
+        )
+
+    def _counters(self) -> dict[str, Any]:
+        stats = self.engine.stats()
+        return {
+            "cycles": stats["num_drafts"],
+            "drafted": list(stats["draft_tokens_per_pos"]),
+            "accepted": list(stats["accepted_tokens_per_pos"]),
+        }
 
 
-def _measured(
-    category: str, temperature: float, before: dict[str, Any], after: dict[str, Any], speedup: float
-) -> Measured:
-    def difference(name: str) -> list[int]:
-        old = before[name] + [0] * (len(after[name]) - len(before[name]))
-        return [a - b for a, b in zip(after[name], old, strict=True)]
+def expected_tokens(per_position: list[float], gamma: int) -> float:
+    """Tokens of a verification of γ drafts, the model's own included (Leviathan et al., 2023)."""
+    total = chance = 1.0
+    for rate in per_position[:gamma]:
+        chance *= rate
+        total += chance
+    return total
 
-    cycles, drafted, accepted = (
-        after["drafts"] - before["drafts"],
-        difference("drafted"),
-        difference("accepted"),
-    )
-    accepted += [0] * (len(drafted) - len(accepted))
-    reached = [cycles, *accepted[:-1]]
-    return Measured(
-        category=category,
-        temperature=temperature,
-        acceptance_rate=sum(accepted) / max(sum(drafted), 1),
-        tokens_per_cycle=1 + sum(accepted) / max(cycles, 1),
-        per_position=[a / r if r else 0.0 for a, r in zip(accepted, reached, strict=True)],
-        speedup=speedup,
-    )
+
+def best_gamma(rows: list[SpeedRow], batch: int) -> int:
+    """The γ to use at this batch size: the fastest as measured, 0 if none is faster than no drafts."""
+    mine = [row for row in rows if row.batch == batch]
+    fastest = max((row.measured for row in mine), default=0.0)
+    if fastest <= 1 + _SAME:
+        return 0
+    return min(row.gamma for row in mine if row.measured >= fastest - _SAME)
+
+
+class _ArgmaxDrafts:
+    """A drafter made to draft its likeliest token, by showing it greedy requests; what else is asked goes through."""
+
+    def __init__(self, inner: Speculator) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
+        requests = [seq.request for seq in seqs]
+        for seq in seqs:
+            seq.request = replace(seq.request, sampling=replace(seq.request.sampling, temperature=0.0))
+        try:
+            return self._inner.propose(seqs, budget)
+        finally:
+            for seq, request in zip(seqs, requests, strict=True):
+                seq.request = request
+
+
+def _interleaved(prompts: Prompts) -> Iterator[list[int]]:
+    """Category by category in turn, so that a batch holds several kinds of text."""
+    for place in range(max(map(len, prompts.values()), default=0)):
+        for texts in prompts.values():
+            yield from texts[place : place + 1]
+
+
+def _growth(before: list[int], after: list[int]) -> list[int]:
+    return [a - b for a, b in zip(after, before + [0] * (len(after) - len(before)), strict=True)]

@@ -49,6 +49,8 @@ class TrainConfig:
     warmup_share: float = 0.02
     muon: bool = False
     seed: int = 0
+    what: str = ""
+    """Names all else that decides the weights (target, corpus, shape): a saved state of something else is not taken."""
 
 
 class Trainer:
@@ -227,10 +229,9 @@ def steps_in(minutes: float, seconds_per_step: float) -> int:
 
 
 def saved_steps(file: Path, config: TrainConfig) -> int | None:
-    """The steps of the training saved in `file`, if it was one like `config` in all else and did not reach its end."""
+    """The steps of the training saved in `file`, if it was one like `config` in all else."""
     if not file.exists():
         return None
-    state = torch.load(file, map_location="cpu", weights_only=True)
-    steps: int = state["config"]["steps"]
-    same = {**state["config"], "steps": config.steps} == config.__dict__
-    return steps if same and state["step"] < steps else None
+    saved = torch.load(file, map_location="cpu", weights_only=True)["config"]
+    steps: int = saved["steps"]
+    return steps if {**saved, "steps": config.steps} == config.__dict__ else None

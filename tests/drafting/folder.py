@@ -1,0 +1,40 @@
+"""A tiny chat model as a folder: a real tokenizer and template, four random layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from firsttoken.engine.model.config import ModelConfig
+from firsttoken.engine.model.decoder import Decoder
+from tests.server.models import EOS, write_model
+
+
+def write_chat_model(folder: Path) -> Path:
+    write_model(folder)
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 448,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "eos_token_id": EOS,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    decoder = Decoder.random(ModelConfig.from_dict(raw), torch.float32, torch.device("cpu"), seed=5)
+    save_file(
+        {name: w.contiguous() for name, w in decoder.named_weights().items()}, folder / "model.safetensors"
+    )
+    return folder
