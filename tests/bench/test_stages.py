@@ -150,8 +150,8 @@ def test_notes_and_headline() -> None:
 
 def test_every_repeat_runs_everything_once_in_its_own_order() -> None:
     plan = Plan(model="m", concurrency=(1, 4), repeats=5)
-    order = plan.order(list(ALL))
-    assert order == plan.order(list(ALL))
+    order = plan.order(list(ALL.values()))
+    assert order == plan.order(list(ALL.values()))
     by_repeat = [[cell[1:] for cell in order if cell[0] == repeat] for repeat in range(5)]
     for cells in by_repeat:
         assert sorted(cells) == sorted(by_repeat[0])
@@ -218,6 +218,40 @@ async def test_a_run_is_valid_and_gives_the_server_back(mock: Callable[..., str]
     assert batched.hit_rate.median > 80
     measured = [row for row in seen["detail"] if row["completion_tokens"] == 5]
     assert len(measured) == 5 * (3 + 8)
+
+
+async def test_the_raw_draft_has_rows_of_its_own_and_leaves_the_others_alone(
+    mock: Callable[..., str], tmp_path: Path
+) -> None:
+    plan = replace(SMALL, raw_draft="short")
+    async with client_of(mock(*QUICK)) as client:
+        report = await run_stages(
+            client, plan, prompts.load(), Journal(tmp_path / "j"), raw_draft=tmp_path / "raw"
+        )
+        settings = (await client.get_json("/settings"))["settings"]
+    rows = {(row.stage, row.concurrency): row for row in report.rows}
+    raw = [cell for cell in rows if cell[0].startswith("3r")]
+    assert raw == [("3r γ5", 1), ("3r γ8", 1), ("3r auto", 1)]
+    assert [row.invalid for row in report.rows] == [None] * 13
+    assert rows["3r γ5", 1].acceptance is not None
+    assert "one trial of 2 requests" in rows["3r γ8", 1].note
+    assert rows["3r auto", 1].note.startswith("drafts are accepted too rarely to pay")
+    drafts = {
+        (t.stage, t.settings["draft"], t.settings["num_speculative_tokens"])
+        for t in report.trials
+        if t.stage.startswith("3")
+    }
+    folder = str(tmp_path / "raw")
+    assert drafts == {
+        ("3", None, None),
+        ("3a", None, None),
+        ("3r γ5", folder, 5),
+        ("3r γ8", folder, 8),
+        ("3r auto", folder, 5),
+    }
+    assert (settings["draft"], settings["num_speculative_tokens"]) == (None, None)
+    full = replace(plan, raw_draft="full", repeats=3).order(report.stages)
+    assert len(full) == 3 * 8 * 2
 
 
 async def test_a_server_that_only_pretends_is_found_out(mock: Callable[..., str], tmp_path: Path) -> None:

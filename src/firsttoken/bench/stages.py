@@ -33,6 +33,8 @@ class Stage:
     batched: bool
     speculation: str = "off"
     """off, always, auto."""
+    raw: bool = False
+    """Drafts with the model's untrained first layers (see `raw_draft`): beside the stages, not one of them."""
 
 
 _NOTHING = {
@@ -284,9 +286,12 @@ def _row(stage: Stage, concurrency: int, mine: list[TrialResult], results: Seque
 def _note(stage: Stage, concurrency: int, valid: list[TrialResult]) -> str:
     if stage.key == "2" and concurrency == 1:
         return "no effect expected: with one user there is nothing to batch"
+    parts = []
     if stage.speculation == "auto" and valid:
-        return speculation_reason(valid[-1])
-    return ""
+        parts.append(speculation_reason(valid[-1]))
+    if stage.raw and len(valid) == 1:
+        parts.append(f"one trial of {len(valid[0].records)} requests; --raw-draft full repeats it")
+    return "; ".join(filter(None, parts))
 
 
 def _same_texts(

@@ -9,9 +9,9 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from firsttoken.bench.client import Call, Client, Refused
 from firsttoken.bench.controls import Controls, growth
 from firsttoken.bench.load import closed_loop
 from firsttoken.bench.prompts import Prompt, PromptSet
+from firsttoken.bench.raw_draft import raw_stages
 from firsttoken.bench.stages import (
     Expected,
     Row,
@@ -48,6 +49,8 @@ class Plan:
     seed: int = 0
     server: str = ""
     """The address, or the flags, of the server: part of what must be equal to resume."""
+    raw_draft: Literal["off", "short", "full"] = "off"
+    """Rows of the model's untrained first layers as a draft: none, one short trial each, or as all other stages."""
 
     def prompts_at(self, concurrency: int) -> int:
         return max(self.prompts, 2 * concurrency)
@@ -55,21 +58,40 @@ class Plan:
     def requests_words(self) -> str:
         return ", ".join(f"{self.prompts_at(c)} at concurrency {c}" for c in self.concurrency)
 
-    def trials(self) -> int:
-        return len(self.order([stage.key for stage in stages(1)]))
-
-    def order(self, keys: Sequence[str]) -> list[tuple[int, str, int]]:
+    def order(self, every: Sequence[Stage]) -> list[tuple[int, str, int]]:
         """(repeat, stage, concurrency) of every trial: a repeat has all of them, in an order of its own."""
         draw, order = random.Random(self.seed), []
         for repeat in range(self.repeats):
-            cells = [(repeat, key, concurrency) for key in keys for concurrency in self.concurrency]
+            cells = [
+                (repeat, stage.key, concurrency)
+                for stage in every
+                for concurrency in self.concurrency
+                if not self.short(stage) or (repeat == 0 and concurrency == min(self.concurrency))
+            ]
             draw.shuffle(cells)
             order += cells
         return order
 
+    def short(self, stage: Stage) -> bool:
+        return stage.raw and self.raw_draft == "short"
+
+    def requests(self, stage: Stage, concurrency: int) -> int:
+        return 2 if self.short(stage) else self.prompts_at(concurrency)
+
     def fingerprint(self, prompt_set: PromptSet) -> str:
         what = json.dumps([asdict(self), prompt_set.version, machine.describe()], sort_keys=True)
         return hashlib.sha256(what.encode()).hexdigest()[:16]
+
+
+def planned_stages(max_num_seqs: int, raw: Path | None, own: dict[str, Any]) -> list[Stage]:
+    """The stages of a run. raw: folder of the untrained draft, if it is to be shown too. own: the server's own settings
+    of drafting, which every other stage then names, since a setting stays until it is changed."""
+    every = stages(max_num_seqs)
+    if raw is None:
+        return list(every)
+    batch = next(stage.settings for stage in every if stage.key == "2")
+    named = [replace(stage, settings=own | stage.settings) for stage in every]
+    return [*named, *raw_stages(raw, batch)]
 
 
 class Journal:
@@ -131,10 +153,12 @@ async def run_stages(
     prompt_set: PromptSet,
     journal: Journal,
     *,
+    raw_draft: Path | None = None,
     done: Callable[[TrialResult], None] = lambda result: None,
     begins: Callable[[Stage, int, int], None] = lambda stage, concurrency, repeat: None,
 ) -> StagesReport:
-    """Runs what the journal does not hold yet. `begins` and `done` hear of every trial, for a progress bar.
+    """Runs what the journal does not hold yet. raw_draft: its folder, if the plan wants those rows. `begins` and
+    `done` hear of every trial, for a progress bar.
 
     Leaves the server with the settings that it had.
     """
@@ -142,7 +166,8 @@ async def run_stages(
     controls = Controls(client)
     await controls.check()
     initial = dict(controls.settings)
-    all_stages = stages(max(int(initial.get("max_num_seqs", 64)), *plan.concurrency))
+    own = {name: initial.get(name) for name in ("draft", "num_speculative_tokens")}
+    all_stages = planned_stages(max(int(initial.get("max_num_seqs", 64)), *plan.concurrency), raw_draft, own)
     by_key = {stage.key: stage for stage in all_stages}
     expected = await _expected(client, controls, plan, prompt_set)
     results = journal.read()
@@ -153,7 +178,7 @@ async def run_stages(
         done(result)
     try:
         await client.send(_call(prompt_set.warmup[0], 8, "warm-up"))
-        for repeat, key, concurrency in plan.order(list(by_key)):
+        for repeat, key, concurrency in plan.order(all_stages):
             if (repeat, key, concurrency) in have:
                 continue
             stage = by_key[key]
@@ -173,7 +198,7 @@ async def run_stages(
         command=machine.command(),
         date=machine.now(),
         server=initial,
-        stages=list(all_stages),
+        stages=all_stages,
         rows=rows,
         trials=results,
         resumed=resumed,
@@ -199,7 +224,7 @@ async def run_trial(
     settings = dict(controls.settings)
     salt = uuid.uuid4().hex
     await client.send(_call(prompt_set.warmup[0], 4, f"warm-up-{salt}"))
-    prompts = prompt_set.pick(plan.prompts_at(concurrency), plan.seed + repeat)
+    prompts = prompt_set.pick(plan.requests(stage, concurrency), plan.seed + repeat)
     if stage.cached:
         # The shared system prompt enters this trial's cache, with a turn that is never measured.
         primer = Prompt("prime", "warmup", prompt_set.warmup[1].turn, prompt_set.system)

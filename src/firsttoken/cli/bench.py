@@ -8,7 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,9 +19,10 @@ from firsttoken.bench import prompts, report, table
 from firsttoken.bench.client import Client, run
 from firsttoken.bench.machine import gpus
 from firsttoken.bench.probe import base_url, connect
+from firsttoken.bench.raw_draft import make_raw_draft
 from firsttoken.bench.server_process import firsttoken_serve, serve
 from firsttoken.bench.stages import Stage, TrialResult
-from firsttoken.bench.stages_run import Journal, Plan, StagesReport, run_stages
+from firsttoken.bench.stages_run import Journal, Plan, StagesReport, planned_stages, run_stages
 from firsttoken.bench.stamped_http import Http
 from firsttoken.config import duration
 from firsttoken.engine.config import ConfigError
@@ -81,6 +82,12 @@ def stages(
     ] = 4,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 20,
     seed: Annotated[int, typer.Option(help="Orders trials and picks prompts.")] = 0,
+    raw_draft: Annotated[
+        Literal["off", "short", "full"],
+        typer.Option(
+            help="Row 3r, the model's untrained first 8 layers as a draft: none, one short trial, or all trials."
+        ),
+    ] = "short",
     url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
@@ -97,14 +104,17 @@ def stages(
         max_tokens=max_tokens,
         seed=seed,
         server=url or " ".join(ctx.args),
+        # A server at an address has files of its own: the draft is written for one that is started here.
+        raw_draft="off" if url else raw_draft,
     )
     _check_writable(json_file, html_file)
+    raw = None if plan.raw_draft == "off" else make_raw_draft(model)
     prompt_set = prompts.load()
     journal = Journal(home() / "bench" / f"stages-{plan.fingerprint(prompt_set)}.jsonl")
     console = _console()
 
     async def work(client: Client, progress: Progress) -> StagesReport:
-        task = progress.add_task("", total=plan.trials())
+        task = progress.add_task("", total=len(plan.order(planned_stages(1, raw, {}))))
         resumed = len(journal.read())
         if resumed:
             progress.console.print(f"[dim]going on after {resumed} trials of an interrupted run[/dim]")
@@ -118,7 +128,7 @@ def stages(
             if result.invalid:
                 progress.console.print(f"[red]stage {result.stage} INVALID:[/red] {result.invalid}")
 
-        return await run_stages(client, plan, prompt_set, journal, begins=begins, done=done)
+        return await run_stages(client, plan, prompt_set, journal, raw_draft=raw, begins=begins, done=done)
 
     try:
         result = _against_server(model, url, api_key, ctx.args, console, work)
