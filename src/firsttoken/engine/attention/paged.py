@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from firsttoken.engine.attention.base import Batch, SeqSpan
 from firsttoken.engine.attention.short import ShortGroup
+from firsttoken.engine.memory import lazy_zeros
 from firsttoken.engine.model.config import ModelConfig
 
 SHORT = 32
@@ -32,8 +33,8 @@ class KVCache:
         self.block_size = block_size
         self.dtype = dtype
         shape = (config.num_layers, 2, config.num_kv_heads, num_blocks * block_size, config.head_dim)
-        # Zeros, not empty: a masked slot that was never written must not hold NaN. calloc keeps it lazy.
-        storage = torch.zeros(shape, dtype=dtype, device=device)
+        # Zeros, not empty: a masked slot that was never written must not hold NaN.
+        storage = lazy_zeros(shape, dtype, device)
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[1]) for layer in storage]
         """(K, V) of each layer, each [kv_heads, num_slots, head_dim]."""
 
