@@ -108,8 +108,8 @@ def test_upstreams_that_are_down_come_last_and_are_tried_when_all_are() -> None:
     a, b = upstream("a", healthy=False), upstream("b", service_s=5.0)
     one = router(a, b)
     assert names(one) == ["b"]
-    b.failed()
-    b.failed()
+    b.failed("refused")
+    b.failed("refused")
     assert set(names(one)) == {"a", "b"}
     b.succeeded()
     assert names(one) == ["b"]

@@ -20,12 +20,13 @@ import msgspec
 from firsttoken import __version__
 from firsttoken.gateway import admin
 from firsttoken.gateway.accounts import Key
+from firsttoken.gateway.asgi import Receive, Scope, Send, read_body, send_error
 from firsttoken.gateway.auth import bearer
 from firsttoken.gateway.clerk import Clerk
 from firsttoken.gateway.config import Config, replaced, restart_needed
 from firsttoken.gateway.errors import ApiError
 from firsttoken.gateway.metrics import CONTENT_TYPE, LAG_S, Metrics
-from firsttoken.gateway.relay import Receive, Relay, Scope, Send, read_body, send_error
+from firsttoken.gateway.relay import Relay
 from firsttoken.gateway.routing import Router
 from firsttoken.gateway.store import Store
 from firsttoken.gateway.tracing import Tracer

@@ -11,49 +11,29 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import aiohttp
-
 from firsttoken.gateway.accounts import Key
+from firsttoken.gateway.asgi import Receive, Scope, Send, header, read_body
 from firsttoken.gateway.clerk import Clerk
 from firsttoken.gateway.config import GatewayConfig
 from firsttoken.gateway.errors import ApiError
+from firsttoken.gateway.forwarding import Forwarding
 from firsttoken.gateway.journal import Record
 from firsttoken.gateway.limits import Permit, Refused, Unavailable
 from firsttoken.gateway.metrics import Metrics
-from firsttoken.gateway.routing import Candidate, Route, Router
+from firsttoken.gateway.reply import Reply
+from firsttoken.gateway.routing import Route, Router
 from firsttoken.gateway.tracing import Tracer
+from firsttoken.gateway.upstream_http import Answer, Silent, UpstreamError
 from firsttoken.gateway.usage import Api, Call, Meter, server_timing
 
 log = logging.getLogger("firsttoken.gateway")
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-PASSED_ON = (
-    b"accept",
-    b"user-agent",
-    b"traceparent",
-    b"tracestate",
-    b"anthropic-version",
-    b"anthropic-beta",
-    b"openai-beta",
-)
-"""Request headers that upstreams get to see. Credentials and cookies are not among them."""
-RETRY_STATUS = (429, 502, 503, 504)
-STREAM_HEADERS: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 MAX_READ_BODY = 16 << 20
 """Answers that are not streams are kept up to this size to read their usage at the end."""
 END_S = 2.0
 MAX_ERROR_BODY = 4096
-PING = b": ping\n\n"
-
-RETRYABLE = (aiohttp.ClientConnectionError, ConnectionError)
-"""The upstream can't be reached, or it closed the connection before it answered."""
 
 
 class Relay:
@@ -105,22 +85,16 @@ class Exchange:
     def __init__(
         self, relay: Relay, scope: Scope, send: Send, call: Call, route: Route, key: Key, arrived: float
     ):
-        self.relay, self.scope, self.send = relay, scope, send
-        self.call, self.route, self.key = call, route, key
+        self.relay, self.scope = relay, scope
+        self.call, self.key = call, key
         self.arrived = arrived  # time.perf_counter() when the request's head was read
         self.meter = Meter(call.api)
-        self.candidate = route.candidates[0]
         self.permit: Permit | None = None
-        self.response: aiohttp.ClientResponse | None = None
-        self.started = False  # the answer's head was sent
         self.client_left = False
-        self.sending = False  # waiting for the client to read
         self.ended_because: str | None = None
         self.task: asyncio.Task[Any] | None = None
-        self.waiting_at: Candidate | None = None
-        self.ahead = 0
-        self.forwarded = 0.0
         client_id = (header(scope, b"x-request-id") or b"")[:128].decode("latin-1")
+        first = route.candidates[0]
         self.record = Record(
             id=new_id(),
             client_id=client_id if client_id and client_id.isprintable() else None,
@@ -129,11 +103,13 @@ class Exchange:
             load_test=key.load_test,
             endpoint=call.api,
             alias=route.alias,
-            model=self.candidate.model,
-            upstream=self.candidate.upstream.name,
+            model=first.model,
+            upstream=first.upstream.name,
             stream=call.stream,
             started_at=relay.clerk.clock(),
         )
+        self.forwarding = Forwarding(call, route, key, self.record, arrived)
+        self.reply = Reply(send, self.record, key, relay.clerk.limiter)
 
     # ---------------------------------------------------------------- the whole
 
@@ -200,287 +176,118 @@ class Exchange:
             self.ended_because = reason
             self.task.cancel()
 
+    async def _fail(self, error: ApiError) -> None:
+        if not self.client_left:
+            await self.reply.fail(error, self.call.stream, anthropic=self.call.api == "messages")
+
     async def _serve(self) -> None:
-        settings = self.relay.settings
+        """From the forwarded request to the last byte of its answer. ApiError for whatever goes wrong."""
+        relay, settings = self.relay, self.relay.settings
+        opening = self.forwarding.open(settings, relay.router, relay.tracer, self.scope)
         if self.call.stream and settings.ping is not None:
-            response = await self._ping_until(asyncio.ensure_future(self._open()), settings.ping)
+            answer = await self.reply.ping_until(asyncio.ensure_future(opening), settings.ping)
         else:
-            response = await self._open()
-        self.response = response
+            answer = await opening
         try:
-            if response.status == 200 and response.content_type == "text/event-stream":
-                await self._pass_stream(response)
-            elif self.started:
-                await self._fail_after_pings(response)
+            if answer.status == 200 and answer.content_type == b"text/event-stream":
+                await self._pass_stream(answer)
+            elif self.reply.started:
+                await self._fail_after_pings(answer)
             else:
-                await self._pass_body(response)
-        except (aiohttp.ClientError, ConnectionError) as error:
-            self.candidate.upstream.failed()
-            raise ApiError(
-                502, f"The upstream ended the answer early ({type(error).__name__}).", "upstream_died"
-            ) from None
-        except TimeoutError:
-            if self.sending:
-                self.client_left = True
-                self.finish("aborted", f"the client read nothing for {settings.idle:g} s")
-                raise ApiError(408, "The client reads nothing.", "client_stalled") from None
-            if self.meter.chunks or self.started:
-                raise ApiError(
-                    504, f"The upstream was silent for {settings.idle:g} s.", "upstream_silent"
-                ) from None
-            raise ApiError(
-                504, f"No first byte within {settings.first_byte:g} s.", "first_byte_timeout"
-            ) from None
+                await self._pass_body(answer)
+        except Silent:
+            if self.meter.chunks or self.reply.started:
+                message, code = f"The upstream was silent for {settings.idle:g} s.", "upstream_silent"
+            else:
+                message, code = f"No first byte within {settings.first_byte:g} s.", "first_byte_timeout"
+            raise ApiError(504, message, code) from None
+        except UpstreamError as error:
+            self.forwarding.candidate.upstream.failed(str(error))
+            raise ApiError(502, f"The upstream ended the answer early: {error}.", "upstream_died") from None
 
-    # ---------------------------------------------------------------- to the upstream
-
-    async def _open(self) -> aiohttp.ClientResponse:
-        """The upstream's answer, its head read: of the best candidate, or of the next while nothing was
-        sent.
-        """
-        settings = self.relay.settings
-        candidates = self.route.candidates[: settings.retries + 1]
-        failure = ApiError(503, "No upstream.", "no_upstream")
-        for candidate in candidates:
-            last = candidate is candidates[-1]
-            self.candidate = candidate
-            self.record.model, self.record.upstream = candidate.model, candidate.upstream.name
-            try:
-                async with asyncio.timeout(settings.first_byte):
-                    response = await self._post(candidate)
-            except TimeoutError:
-                # It had its time; another try would double the wait and the work.
-                raise ApiError(
-                    504, f"No answer within {settings.first_byte:g} s.", "first_byte_timeout"
-                ) from None
-            except (*RETRYABLE, aiohttp.ClientError) as error:
-                candidate.upstream.failed()
-                failure = ApiError(
-                    502, f"The upstream can't be reached ({type(error).__name__}).", "upstream_unreachable"
-                )
-                self._stop_waiting()
-                continue
-            if response.status in RETRY_STATUS and not last:
-                response.close()
-                self._stop_waiting()
-                continue
-            return response
-        raise failure
-
-    async def _post(self, candidate: Candidate) -> aiohttp.ClientResponse:
-        upstream = candidate.upstream
-        call = self.call
-        if upstream.config.priority:
-            call.set_priority(self.key.priority)
-        if upstream.config.stream_usage:
-            call.ask_for_usage()
-        body = call.encode(candidate.model)
-        path = self.scope["path"].removeprefix(self.relay.settings.root_path)
-        self.relay.router.sent(self.route.prefix, upstream)
-        self.ahead, self.waiting_at = upstream.waiting, candidate
-        upstream.waiting += 1
-        upstream.in_flight += 1
-        for again in (True, False):
-            self.record.attempts += 1
-            self.forwarded = time.perf_counter()
-            if self.record.gateway_ms is None:
-                self.record.gateway_ms = (self.forwarded - self.arrived) * 1e3
-            try:
-                return await upstream.session.post(
-                    upstream.url(path),
-                    data=body,
-                    headers=self._headers(candidate),
-                    allow_redirects=False,
-                )
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                # A pooled socket that the upstream closed just now: nobody has seen the request.
-                if not again or self.record.id in upstream.connector.opened:
-                    raise
-            finally:
-                upstream.connector.opened.discard(self.record.id)
-        raise AssertionError("unreachable")
-
-    def _headers(self, candidate: Candidate) -> dict[str, str]:
-        headers = {
-            name.decode(): value.decode("latin-1")
-            for name, value in self.scope["headers"]
-            if name in PASSED_ON
-        }
-        headers["Content-Type"] = "application/json"
-        headers["Accept-Encoding"] = "identity"
-        headers["X-Request-Id"] = self.record.id
-        upstream = candidate.upstream
-        if upstream.authorization:
-            headers["Authorization"] = upstream.authorization
-            if self.call.api == "messages" and upstream.key:
-                headers["x-api-key"] = upstream.key
-        if self.relay.tracer is not None:
-            headers["traceparent"] = self.relay.tracer.traceparent(self.record.id, headers.get("traceparent"))
-        return headers
-
-    def _stop_waiting(self) -> None:
-        if self.waiting_at is not None:
-            self.waiting_at.upstream.waiting -= 1
-            self.waiting_at.upstream.in_flight -= 1
-            self.waiting_at = None
-
-    # ---------------------------------------------------------------- to the client
-
-    async def _pass_stream(self, response: aiohttp.ClientResponse) -> None:
-        settings, meter, record = self.relay.settings, self.meter, self.record
-        read = response.content.readany
+    async def _pass_stream(self, answer: Answer) -> None:
+        settings, meter, reply = self.relay.settings, self.meter, self.reply
         hide_usage = self.call.hide_usage
-        loop = asyncio.get_running_loop()
-        deadline = settings.first_byte
-        async with asyncio.timeout(None) as silence:
-            while True:
-                silence.reschedule(loop.time() + deadline)
-                if meter.first_token or settings.ping is None:
-                    data = await read()
-                else:
-                    data = await self._ping_until(asyncio.ensure_future(read()), settings.ping)
-                if not data:
-                    break
-                deadline = settings.idle
-                now = time.perf_counter()
-                had_token = meter.first_token
-                data = meter.feed(data, hide_usage)
-                if meter.first_token and not had_token:
-                    self._first_token(now)
-                if data:
-                    self.sending = True
-                    if not self.started:
-                        await self._start(response)
-                    await self.send({"type": "http.response.body", "body": data, "more_body": True})
-                    self.sending = False
-        if not meter.done and "Transfer-Encoding" not in response.headers:
-            # Without chunked encoding a cut connection looks like an end; with it aiohttp has raised.
+        silence = settings.first_byte
+        while True:
+            if settings.ping is None or meter.first_token:
+                data = await answer.read(silence)
+            else:
+                data = await reply.ping_until(asyncio.ensure_future(answer.read(silence)), settings.ping)
+            if not data:
+                break
+            now = time.perf_counter()
+            silence = settings.idle
+            had_token = meter.first_token
+            data = meter.feed(data, hide_usage)
+            if meter.first_token and not had_token:
+                self.record.ttft_ms = (now - self.arrived) * 1e3
+                self.forwarding.first_token(now)
+            if data:
+                if not reply.started:
+                    await self._start(answer)
+                await self._send(data)
+        if not meter.done and answer.header(b"transfer-encoding") is None:
+            # Without chunked encoding a cut connection looks like an end.
             raise ApiError(502, "The upstream ended the stream early.", "upstream_died")
-        self.candidate.upstream.succeeded()
-        record.http_status = 200
+        self.forwarding.candidate.upstream.succeeded()
+        self.record.http_status = 200
         self.finish("error" if meter.error else "ok", meter.error)
-        if not self.started:
-            await self._start(response)
-        await self.send({"type": "http.response.body", "body": meter.tail, "more_body": False})
+        if not reply.started:
+            await self._start(answer)
+        await reply.body(meter.tail, more=False)
 
-    async def _pass_body(self, response: aiohttp.ClientResponse) -> None:
-        settings = self.relay.settings
+    async def _pass_body(self, answer: Answer) -> None:
+        """An answer that is no stream. It is kept to read its usage at the end, unless it is too large."""
+        settings, reply = self.relay.settings, self.reply
         kept: bytearray | None = bytearray()
-        length = response.headers.get("Content-Length")
-        deadline = settings.first_byte
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(None) as silence:
-            while True:
-                silence.reschedule(loop.time() + deadline)
-                data = await response.content.readany()
-                if not data:
-                    break
-                deadline = settings.idle
-                if kept is not None:
-                    kept += data
-                    if len(kept) > MAX_READ_BODY:
-                        await self._start(response, length)
-                        await self.send(
-                            {"type": "http.response.body", "body": bytes(kept), "more_body": True}
-                        )
-                        kept = None
-                else:
-                    await self.send({"type": "http.response.body", "body": data, "more_body": True})
-        self.record.http_status = response.status
-        if response.status >= 400:
-            self.finish("error", f"upstream status {response.status}")
+        silence = settings.first_byte
+        while data := await answer.read(silence):
+            silence = settings.idle
+            if kept is None:
+                await self._send(data)
+                continue
+            kept += data
+            if len(kept) > MAX_READ_BODY:
+                await self._start(answer, _length(answer))
+                await self._send(bytes(kept))
+                kept = None
+        self.record.http_status = answer.status
+        if answer.status >= 400:
+            self.finish("error", f"upstream status {answer.status}")
         else:
             if kept is not None:
                 self.meter.read_body(bytes(kept))
-            self.candidate.upstream.succeeded()
+            self.forwarding.candidate.upstream.succeeded()
             self.finish("ok")
-        if kept is None:
-            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-        else:
-            await self._start(response, str(len(kept)))
-            await self.send({"type": "http.response.body", "body": bytes(kept), "more_body": False})
+        if kept is not None:
+            await self._start(answer, len(kept))
+        await reply.body(bytes(kept or b""), more=False)
 
-    async def _fail_after_pings(self, response: aiohttp.ClientResponse) -> None:
-        """The stream was opened for pings, and then the upstream sent something else, most likely an error."""
-        async with asyncio.timeout(self.relay.settings.idle):
-            body = await response.content.read(MAX_ERROR_BODY)
-        said = storable(body.decode("utf-8", "replace"))
-        raise ApiError(response.status, f"The upstream answered {response.status}: {said}", "upstream_error")
-
-    def _first_token(self, now: float) -> None:
-        self.record.ttft_ms = (now - self.arrived) * 1e3
-        self.candidate.upstream.observe(now - self.forwarded, self.ahead)
-        if self.waiting_at is not None:
-            self.waiting_at.upstream.waiting -= 1
-
-    async def _start(self, response: aiohttp.ClientResponse, length: str | None = None) -> None:
-        """Sends the answer's head: the upstream's type and timing, and what is ours."""
-        headers = self._own_headers()
-        own = f"gateway;dur={self.record.gateway_ms:.3f}"
-        timing = response.headers.get("Server-Timing")
-        if timing:
-            self.meter.timing = server_timing(timing) | self.meter.timing
-            own = f"{own}, {timing}"
-        headers.append((b"server-timing", own.encode("latin-1")))
-        for name in ("Content-Type", "Content-Encoding", "Retry-After"):
-            if (value := response.headers.get(name)) is not None:
-                headers.append((name.lower().encode(), value.encode("latin-1")))
-        if length is not None:
-            headers.append((b"content-length", length.encode()))
-        elif response.status == 200:
-            headers += STREAM_HEADERS
-        self.started = True
-        await self.send({"type": "http.response.start", "status": response.status, "headers": headers})
-
-    def _own_headers(self) -> Headers:
-        record = self.record
-        headers: Headers = [
-            (b"x-request-id", (record.client_id or record.id).encode("latin-1")),
-            (b"x-gateway-request-id", record.id.encode()),
-        ]
-        if not self.key.limits:
-            return headers
-        left = self.relay.clerk.limiter.remaining(self.key)
-        for kind, name in (("rpm", b"requests"), ("tpm", b"tokens")):
-            if kind in left:
-                limit, remaining, reset = left[kind]
-                headers.append((b"x-ratelimit-limit-" + name, b"%d" % limit))
-                headers.append((b"x-ratelimit-remaining-" + name, b"%d" % remaining))
-                headers.append((b"x-ratelimit-reset-" + name, b"%.3fs" % reset))
-        return headers
-
-    async def _ping_until(self, future: asyncio.Future[Any], every: float) -> Any:
-        """Waits for `future`; while it takes long, opens the stream and sends comments, so that proxies stay
-        calm.
-        """
+    async def _send(self, data: bytes) -> None:
+        """One piece of the answer, to a client that may have stopped reading."""
+        idle = self.relay.settings.idle
         try:
-            while not (await asyncio.wait((future,), timeout=every))[0]:
-                if not self.started:
-                    self.started = True
-                    headers = [
-                        *self._own_headers(),
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        *STREAM_HEADERS,
-                    ]
-                    await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-                await self.send({"type": "http.response.body", "body": PING, "more_body": True})
-            return future.result()
-        finally:
-            if not future.done():
-                future.cancel()
+            async with asyncio.timeout(idle):
+                await self.reply.body(data)
+        except TimeoutError:
+            self.client_left = True
+            self.finish("aborted", f"the client read nothing for {idle:g} s")
+            raise ApiError(408, "The client reads nothing.", "client_stalled") from None
 
-    async def _fail(self, error: ApiError) -> None:
-        """Tells the client: as an answer if none has begun, else as an event of its stream."""
-        if self.client_left:
-            return
-        if not self.started:
-            self.started = True
-            await send_error(self.send, error, self._own_headers())
-            return
-        if self.call.stream:
-            event = error.event(anthropic=self.call.api == "messages")
-            await self.send({"type": "http.response.body", "body": event, "more_body": False})
-        # Else a body was cut short: returning without its end makes the server close the connection.
+    async def _start(self, answer: Answer, length: int | None = None) -> None:
+        timing = answer.header(b"server-timing")
+        if timing is not None:
+            self.meter.timing = server_timing(timing.decode("latin-1")) | self.meter.timing
+        await self.reply.start(answer, length)
+
+    async def _fail_after_pings(self, answer: Answer) -> None:
+        """The stream was opened for pings, and then the upstream sent something else, most likely an error."""
+        body = b""
+        while len(body) < MAX_ERROR_BODY and (data := await answer.read(self.relay.settings.idle)):
+            body += data
+        said = storable(body[:MAX_ERROR_BODY].decode("utf-8", "replace"))
+        raise ApiError(answer.status, f"The upstream answered {answer.status}: {said}", "upstream_error")
 
     # ---------------------------------------------------------------- the end
 
@@ -494,13 +301,7 @@ class Exchange:
         record.http_status = http_status or record.http_status
         if status == "limited":
             record.upstream = ""
-        if self.waiting_at is not None:
-            if record.ttft_ms is None:
-                self.waiting_at.upstream.waiting -= 1
-            self.waiting_at.upstream.in_flight -= 1
-            self.waiting_at = None
-        if self.response is not None and not self.response.content.at_eof():
-            self.response.close()  # cancels the request at the upstream
+        self.forwarding.end()
         record.duration_ms = (time.perf_counter() - self.arrived) * 1e3
         record.prompt_tokens, record.cached_tokens = meter.prompt, meter.cached
         record.completion_tokens = meter.completion
@@ -521,57 +322,6 @@ class Exchange:
             self.relay.tracer.span(record, header(self.scope, b"traceparent"))
 
 
-# ---------------------------------------------------------------- helpers
-
-
-async def read_body(receive: Receive, limit: int, seconds: float) -> bytes | None:
-    """The whole request body; None if the client left. ApiError 413 and 408."""
-    try:
-        async with asyncio.timeout(seconds):
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body: bytes = message.get("body", b"")
-            if not message.get("more_body") and len(body) <= limit:
-                return body
-            parts = [body]
-            size = len(body)
-            while True:
-                if size > limit:
-                    raise ApiError(413, f"The request body is larger than {limit} bytes.", "body_too_large")
-                if not message.get("more_body"):
-                    return b"".join(parts)
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-    except TimeoutError:
-        raise ApiError(408, f"The request did not arrive within {seconds:g} s.", "request_timeout") from None
-
-
-async def send_error(send: Send, error: ApiError, headers: Headers | None = None) -> None:
-    body = error.body()
-    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.status in (408, 413):
-        own.append((b"connection", b"close"))  # the rest of the body is not read
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [*own, *error.headers, *(headers or [])],
-        }
-    )
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def header(scope: Scope, name: bytes) -> bytes | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None
-
-
 def storable(text: str | None) -> str | None:
     """An upstream's words, cut, without what a database can't store (NUL, lone surrogates)."""
     return text[:300].replace("\0", "").encode("utf-8", "replace").decode() if text else None
@@ -580,3 +330,8 @@ def storable(text: str | None) -> str | None:
 def new_id() -> str:
     """Unique, and in the order of time: 48 bits of milliseconds, 80 random bits."""
     return f"req-{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"
+
+
+def _length(answer: Answer) -> int | None:
+    value = answer.header(b"content-length")
+    return None if value is None else int(value)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable
-from typing import Any
 
-import aiohttp
 import msgspec
-from yarl import URL
 
 from firsttoken.gateway.config import GatewayConfig, UpstreamConfig
+from firsttoken.gateway.upstream_http import UpstreamError, UpstreamHttp
+from firsttoken.gateway.usage import Api
 
 log = logging.getLogger("firsttoken.gateway")
 
@@ -29,19 +27,6 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model] = []
-
-
-class Connector(aiohttp.TCPConnector):
-    """Knows which requests had a socket opened for them (aiohttp's tracing says it too, for 0.1 ms a request)."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings)
-        self.opened: set[str] = set()
-        """X-Request-Id of requests that did not get a pooled socket; taken out when their attempt has ended."""
-
-    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:  # noqa: ASYNC109 (aiohttp's)
-        self.opened.add(req.headers.get("X-Request-Id", ""))
-        return await super()._create_connection(req, traces, timeout)
 
 
 class Upstream:
@@ -60,38 +45,20 @@ class Upstream:
         """Those of them that have had no first token yet."""
         self.service_s: float | None = None
         """Running mean of TTFT divided by the requests that waited ahead; None: not measured yet."""
-        key = config.api_key()
-        self.authorization = f"Bearer {key}" if key else None
-        self.key = key
-        self.urls: dict[str, URL] = {}
-        self.session = self._session(connect_s)
+        self.key = config.api_key()
+        self.http = UpstreamHttp(config.root, connect_s, config.keepalive_seconds, config.ca_file)
+        own = "Content-Type: application/json\r\nAccept-Encoding: identity\r\n"
+        if self.key:
+            own += f"Authorization: Bearer {self.key}\r\n"
+        self._lines = own
+        self._anthropic_lines = own + (f"x-api-key: {self.key}\r\n" if self.key else "")
 
-    def _session(self, connect_s: float) -> aiohttp.ClientSession:
-        context: ssl.SSLContext | bool = True
-        if self.config.ca_file:
-            context = ssl.create_default_context()
-            context.load_verify_locations(self.config.ca_file)
-        # Streams are limited by max_streams, not by waiting for a socket.
-        self.connector = Connector(limit=0, keepalive_timeout=self.config.keepalive_seconds, ssl=context)
-        return aiohttp.ClientSession(
-            connector=self.connector,
-            # No limit on the whole: an answer may take an hour. The relay watches first byte and silence.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=256 << 10,
-            skip_auto_headers=("User-Agent", "Accept-Encoding", "Accept"),
-        )
+    def header_lines(self, api: Api) -> str:
+        """The header lines that every request to it has."""
+        return self._anthropic_lines if api == "messages" else self._lines
 
-    def url(self, path: str) -> URL:
-        """Parsed once per path; paths are those of `usage.ENDPOINTS`."""
-        found = self.urls.get(path)
-        if found is None:
-            found = self.urls[path] = URL(self.config.root + path)
-        return found
-
-    async def close(self) -> None:
-        await self.session.close()
+    def close(self) -> None:
+        self.http.close()
 
     # ---------------------------------------------------------------- what the router goes by
 
@@ -110,12 +77,12 @@ class Upstream:
             sample if self.service_s is None else self.service_s + SMOOTHING * (sample - self.service_s)
         )
 
-    def failed(self) -> None:
+    def failed(self, why: str) -> None:
         """A connection failed: one more failure in a row, and the upstream is out until a check succeeds."""
         self.failures += 1
         if self.failures >= FAILURES_TO_DOWN and self.healthy:
             self.healthy = False
-            log.warning("upstream %s is down", self.name)
+            log.warning("upstream %s is down: %s", self.name, why)
 
     def succeeded(self) -> None:
         self.failures = 0
@@ -129,36 +96,24 @@ class Upstream:
         """One health check; asks for the models too where the configuration names none. True if those
         changed.
         """
+        # Services that have no /health answer 404: somebody is there.
+        path, worst = ("/health", 499) if self.config.models else ("/v1/models", 200)
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                if self.config.models:
-                    # Services that have no /health answer 404: somebody is there.
-                    async with self.session.get(
-                        f"{self.config.root}/health", headers=self._headers()
-                    ) as answer:
-                        good = answer.status < 500
-                    models = self.models
-                else:
-                    async with self.session.get(
-                        f"{self.config.root}/v1/models", headers=self._headers()
-                    ) as answer:
-                        good = answer.status == 200
-                        body = await answer.read()
-                    models = self.models
-                    if good:
-                        models = frozenset(m.id for m in msgspec.json.decode(body, type=_Models).data)
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-            self.failed()
+                status, body = await self.http.get(path, self._lines, HEALTH_TIMEOUT_S)
+            good = status <= worst
+            models = self.models
+            if good and not self.config.models:
+                models = frozenset(m.id for m in msgspec.json.decode(body, type=_Models).data)
+        except (UpstreamError, TimeoutError, msgspec.DecodeError) as error:
+            self.failed(str(error))
             return False
         if good:
             self.succeeded()
         else:
-            self.failed()
+            self.failed(f"status {status} at {path}")
         changed, self.models = models != self.models, models
         return changed
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": self.authorization} if self.authorization else {}
 
 
 class Pool:
@@ -198,7 +153,7 @@ class Pool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for upstream in self.upstreams.values():
-            await upstream.close()
+            upstream.close()
 
     async def _check_forever(self) -> None:
         while True:
@@ -220,4 +175,4 @@ async def _close_when_idle(upstream: Upstream) -> None:
                 quiet_since = time.monotonic()
             await asyncio.sleep(0.1)
     finally:
-        await upstream.close()
+        upstream.close()
