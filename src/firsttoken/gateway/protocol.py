@@ -11,53 +11,12 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from firsttoken.gateway.errors import error_body
+from firsttoken.http_protocol import Together
 
 
 def capped(max_head_bytes: int, head_seconds: float) -> type[HttpToolsProtocol]:
     """The protocol class with these limits."""
     return type("Capped", (CappedProtocol,), {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds})
-
-
-class Together(asyncio.Transport):
-    """A transport that writes once per turn of the event loop, however often it is told to.
-
-    uvicorn writes the head of an answer, its first chunk and its end apart. A write is a system call that wakes
-    another process: 0.1 ms on a small machine, twice, before the first token is there.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
-        super().__init__()
-        self.transport, self.loop = transport, loop
-        self.pending: list[bytes] = []
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]
-        if not self.pending:
-            self.loop.call_soon(self._flush)
-        self.pending.append(data)
-
-    def close(self) -> None:
-        self._flush()
-        self.transport.close()
-
-    def abort(self) -> None:
-        self.transport.abort()
-
-    def is_closing(self) -> bool:
-        return self.transport.is_closing()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self.transport.get_extra_info(name, default)
-
-    def pause_reading(self) -> None:
-        self.transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self.transport.resume_reading()
-
-    def _flush(self) -> None:
-        pending, self.pending = self.pending, []
-        if pending and not self.transport.is_closing():
-            self.transport.write(pending[0] if len(pending) == 1 else b"".join(pending))
 
 
 class CappedProtocol(HttpToolsProtocol):

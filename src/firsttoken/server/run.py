@@ -21,6 +21,7 @@ import uvicorn
 from firsttoken import __version__
 from firsttoken.backends.base import Backend
 from firsttoken.engine.config import ConfigError
+from firsttoken.http_protocol import OneWriteProtocol
 from firsttoken.observe.prometheus import ServerMetrics
 from firsttoken.server.app import App
 from firsttoken.server.config import ServerConfig
@@ -121,7 +122,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 _with_cors(app, config),
-                http="httptools" if importlib.util.find_spec("httptools") else "h11",
+                http=OneWriteProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
