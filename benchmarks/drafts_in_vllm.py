@@ -35,11 +35,10 @@ from transformers import AutoTokenizer
 
 from firsttoken.bench import machine, prompts
 from firsttoken.drafting.export import export_eagle3, export_layers
-from firsttoken.drafting.measure import DraftMeter
-from firsttoken.engine.config import EngineConfig
+from firsttoken.drafting.measure import DraftMeter, small_engine
 from firsttoken.models import resolve
 from firsttoken.speculate.find import own_draft
-from firsttoken.speculate.speculator import make_speculator
+from firsttoken.speculate.select import make_speculator
 
 MOST = 0.03
 """Acceptances of the two engines are the same if they differ by no more."""
@@ -163,7 +162,7 @@ def made(args: argparse.Namespace, model: Path, folder: Path) -> Iterator[Case]:
 def in_firsttoken(
     args: argparse.Namespace, model: Path, draft: Path, chats: list[list[int]]
 ) -> tuple[float, list[float], list[list[int]]]:
-    config = EngineConfig(model=str(model), dtype="float32", max_model_len=2048)
+    config = small_engine(model, batch=1, dtype="float32")
     meter = DraftMeter(config, str(draft), make_speculator, max_tokens=args.max_tokens)
     run = meter.run(chats, args.gamma)
     return run.acceptance_rate, run.per_position, run.texts

@@ -12,6 +12,7 @@ from typing import Any
 from firsttoken import models
 from firsttoken.bench.stages import Stage
 from firsttoken.engine.config import ConfigError
+from firsttoken.engine.model.checkpoint import read_json
 
 LAYERS = 8
 GAMMAS = (5, 8)
@@ -23,7 +24,7 @@ def make_raw_draft(model: str) -> Path | None:
     Another process writes it: this one never holds weights.
     """
     folder = models.resolve(model)
-    if int(models.read_json(folder, "config.json").get("num_hidden_layers", 0)) <= LAYERS:
+    if int(read_json(folder, "config.json").get("num_hidden_layers", 0)) <= LAYERS:
         return None
     out = models.home() / "drafts" / f"{models.fingerprint(folder)}-first-{LAYERS}"
     if not out.exists():

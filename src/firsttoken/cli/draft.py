@@ -219,12 +219,12 @@ def measure(
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     from transformers import AutoTokenizer
 
-    from firsttoken.drafting.measure import DraftMeter
+    from firsttoken.drafting.measure import DraftMeter, small_engine
     from firsttoken.drafting.report import GAMMAS, acceptance_table, speed_table
-    from firsttoken.engine.config import ConfigError, EngineConfig
+    from firsttoken.engine.config import ConfigError
     from firsttoken.models import resolve
     from firsttoken.speculate.find import own_draft
-    from firsttoken.speculate.speculator import make_speculator
+    from firsttoken.speculate.select import make_speculator
 
     folder = resolve(model)
     source = draft or own_draft(folder)
@@ -246,7 +246,7 @@ def measure(
         for category, turns in _turns(prompts, count).items()
     }
     batches = tuple(concurrency or (1, 4))
-    config = EngineConfig(model=str(folder), max_num_seqs=max(batches))
+    config = small_engine(folder, batch=max(batches))
     meter = DraftMeter(config, str(source), make_speculator, max_tokens=max_tokens)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as bar:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs import CostModel
 from firsttoken.engine.engine import Engine, Speculator, SpeculatorFactory
+from firsttoken.engine.model.config import ModelConfig
 from firsttoken.engine.request import Request, SamplingParams
 from firsttoken.engine.runner import Runner
 from firsttoken.engine.sequence import Sequence
@@ -94,6 +96,26 @@ class Run:
     def per_position(self) -> list[float]:
         reached = [self.cycles, *self.accepted]
         return [a / r if r else 0.0 for a, r in zip(self.accepted, reached, strict=False)]
+
+
+def small_engine(
+    model: Path,
+    *,
+    batch: int,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32"] = "auto",
+) -> EngineConfig:
+    """An engine that holds `batch` chats of at most 2,048 tokens and leaves the rest of the memory to the draft."""
+    config = ModelConfig.from_folder(model)
+    longest = min(2048, config.context_length)
+    return EngineConfig(
+        model=str(model),
+        device=device,
+        dtype=dtype,
+        max_model_len=longest,
+        max_num_seqs=batch,
+        kv_cache_memory=str(config.kv_bytes_per_token(4) * (longest + 16) * batch),
+    )
 
 
 class DraftMeter:

@@ -10,14 +10,12 @@ from typing import Any
 from rich.table import Table
 
 from firsttoken.drafting.corpus import Corpus
-from firsttoken.drafting.measure import AcceptanceRow, DraftMeter, SpeedRow, best_gamma
-from firsttoken.engine.config import EngineConfig
-from firsttoken.engine.model.config import ModelConfig
-from firsttoken.speculate.speculator import make_speculator
+from firsttoken.drafting.measure import AcceptanceRow, DraftMeter, SpeedRow, best_gamma, small_engine
+from firsttoken.speculate.select import make_speculator
 
 GAMMAS = (1, 2, 3, 5, 7)
 BATCHES = (1, 4)
-_PROMPTS, _LONGEST = 8, 2048
+_PROMPTS = 8
 
 
 def first_prompts(corpus: Corpus, count: int = _PROMPTS) -> list[list[int]]:
@@ -38,12 +36,7 @@ def measured_speed(
     on_progress: Callable[[int, int, str], None] = lambda done, total, word: None,
 ) -> dict[str, Any]:
     """For recipe.json: a row for each γ and batch size, and the γ to use at each batch size."""
-    config = EngineConfig(
-        model=str(model),
-        device="cuda" if device == "cuda" else "cpu",
-        max_model_len=min(_LONGEST, ModelConfig.from_folder(model).context_length),
-        max_num_seqs=max(BATCHES),
-    )
+    config = small_engine(model, batch=max(BATCHES), device="cuda" if device == "cuda" else "cpu")
     meter = DraftMeter(config, str(draft), make_speculator, max_tokens=max_tokens)
     rows = meter.speed({"held out": prompts}, gammas=GAMMAS, batches=BATCHES, on_progress=on_progress)
     return {
