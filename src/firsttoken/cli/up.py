@@ -31,6 +31,7 @@ def up(
     port: int = typer.Option(8080, help="Port of the gateway; 0 takes a free one."),
     state_dir: str | None = typer.Option(None, help="Folder of the gateway's database and journals."),
     console: bool = typer.Option(True, help="Start the console."),
+    console_port: int = typer.Option(8081, help="Port of the console; 0 takes a free one."),
 ) -> None:
     """Serve a model behind a gateway, with one command.
 
@@ -39,7 +40,13 @@ def up(
     from firsttoken.gateway.config import UpstreamConfig, load
     from firsttoken.gateway.serve import Gateway
 
-    flags = {"host": host, "port": str(port), "state_dir": state_dir, "console": console}
+    flags = {
+        "host": host,
+        "port": str(port),
+        "state_dir": state_dir,
+        "console": console,
+        "console_port": str(console_port),
+    }
     config = load(None, flags)
     upstream = UpstreamConfig(
         name="local", base_url=f"http://127.0.0.1:{_free_port()}", api_key_env=UPSTREAM_KEY, priority=True

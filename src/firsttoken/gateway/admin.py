@@ -79,6 +79,11 @@ class Admin:
     def _delete_keys(self, names: list[str], query: Query, body: bytes, actor: str) -> Any:
         return show_key(accounts.revoke_key(self.store, actor, _one(names)))
 
+    def _get_me(self, names: list[str], query: Query, body: bytes, actor: str) -> Any:
+        """The admin key that asks: by this the console checks a sign-in."""
+        with self.store.read() as connection:
+            return show_key(accounts.find_key(connection, actor))
+
     # ---------------------------------------------------------------- plans
 
     def _get_plans(self, names: list[str], query: Query, body: bytes, actor: str) -> Any:

@@ -38,6 +38,9 @@ log = logging.getLogger("firsttoken.gateway")
 
 BACKLOG = 2048
 RESTART_PAUSE_S = 1.0
+CONSOLE_RESTART_S = 10.0
+"""A console that ended is started again so long after its last start: one that can't start doesn't spin."""
+CONSOLE_STOP_S = 5.0
 KILL_AFTER_S = 10.0
 """How long after the drain time a worker that hangs is killed."""
 
@@ -53,6 +56,7 @@ class Gateway:
         self.spawn = multiprocessing.get_context("spawn")
         self.workers: list[BaseProcess] = []
         self.console: subprocess.Popen[bytes] | None = None
+        self.console_started = 0.0
         self.stopping = False
 
     def run(self, new_admin_key: bool = False) -> int:
@@ -66,6 +70,9 @@ class Gateway:
         self.metrics_socket = None
         if settings.metrics_port is not None:
             self.metrics_socket = bind(settings.host, settings.metrics_port, "--metrics-port")
+        self.console_socket = None
+        if settings.console and _console_installed():
+            self.console_socket = bind(settings.host, settings.console_port, "--console-port")
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         signal.signal(signal.SIGHUP, self._reload)
@@ -75,11 +82,14 @@ class Gateway:
                 self._end()
                 return 1
         url = f"http://{settings.host}:{self.socket.getsockname()[1]}{settings.root_path}"
-        self._start_console(url)
+        if self.console_socket is not None:
+            self._start_console()
         if secret is not None:
             print(f"admin key (shown once, keep it): {secret}", flush=True)
         if self.metrics_socket is not None:
             print(f"metrics on port {self.metrics_socket.getsockname()[1]}", flush=True)
+        if self.console_socket is not None:
+            print(f"console on http://{settings.host}:{self.console_socket.getsockname()[1]}", flush=True)
         print(f"gateway ready on {url}", flush=True)
         while not self.stopping:
             self._watch()
@@ -101,17 +111,29 @@ class Gateway:
         except EOFError:
             return False
 
-    def _start_console(self, url: str) -> None:
-        """The console is a program of its own: `python -m firsttoken.gateway.console --gateway URL --port
-        N`.
-        """
-        if self.config.gateway.console and importlib.util.find_spec("firsttoken.gateway.console"):
-            command = [sys.executable, "-m", "firsttoken.gateway.console", "--gateway", url]
-            self.console = subprocess.Popen([*command, "--port", str(self.config.gateway.console_port)])
+    def _start_console(self) -> None:
+        """A program of its own, on a socket of the parent's: another try of it needs no port that may be taken."""
+        assert self.console_socket is not None
+        descriptor = self.console_socket.fileno()
+        command = [sys.executable, "-m", "firsttoken.gateway.console", "--gateway", self._own_url()]
+        command += ["--fd", str(descriptor), "--parent", str(os.getpid())]
+        # What only workers need to know stays with them.
+        upstreams = {upstream.api_key_env for upstream in self.config.upstreams}
+        secrets = upstreams | {self.config.gateway.metrics_token_env}
+        environment = {name: value for name, value in os.environ.items() if name not in secrets}
+        self.console_started = time.monotonic()
+        self.console = subprocess.Popen(command, pass_fds=[descriptor], env=environment)
+
+    def _own_url(self) -> str:
+        """Where this gateway is reached from this machine."""
+        host, port = self.socket.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}{self.config.gateway.root_path}"
 
     def _watch(self) -> None:
         """Waits for a worker's end, or a signal; replaces what died."""
         ended = wait([worker.sentinel for worker in self.workers], timeout=0.5)
+        self._watch_console()
         if not ended or self.stopping:
             return
         for worker in [worker for worker in self.workers if worker.sentinel in ended]:
@@ -120,6 +142,13 @@ class Gateway:
             self.workers.remove(worker)
             time.sleep(RESTART_PAUSE_S)
             self._start_worker()
+
+    def _watch_console(self) -> None:
+        if self.console is None or self.console.poll() is None or self.stopping:
+            return
+        if time.monotonic() - self.console_started >= CONSOLE_RESTART_S:
+            log.error("the console ended with code %s; starting another", self.console.returncode)
+            self._start_console()
 
     def _stop(self, number: int, frame: Any) -> None:
         self.stopping = True
@@ -145,7 +174,11 @@ class Gateway:
                 worker.kill()
                 worker.join()
         if self.console is not None:
-            self.console.wait()
+            try:
+                self.console.wait(CONSOLE_STOP_S)
+            except subprocess.TimeoutExpired:  # it hangs; nothing of worth is lost with it
+                self.console.kill()
+                self.console.wait()
 
 
 def prepare_store(config: Config, new_admin_key: bool = False) -> str | None:
@@ -165,6 +198,15 @@ def prepare_store(config: Config, new_admin_key: bool = False) -> str | None:
         return accounts.ensure_admin_key(store)
     finally:
         store.close()
+
+
+def _console_installed() -> bool:
+    if importlib.util.find_spec("nicegui") is not None:
+        return True
+    log.warning(
+        "no console: it needs NiceGUI (pip install 'firsttoken[gateway]'); --no-console says that you know"
+    )
+    return False
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
