@@ -1,4 +1,4 @@
-"""A tiny chat model as a folder: a real tokenizer and template, four random layers."""
+"""A tiny chat model as a folder: a real tokenizer and template, random layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from firsttoken.engine.model.decoder import Decoder
 from tests.server.models import EOS, write_model
 
 
-def write_chat_model(folder: Path) -> Path:
+def write_chat_model(folder: Path, layers: int = 4) -> Path:
     write_model(folder)
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,

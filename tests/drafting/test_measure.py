@@ -6,7 +6,7 @@ import pytest
 
 from firsttoken.drafting.measure import DraftMeter, SpeedRow, best_gamma, expected_tokens
 from firsttoken.engine.config import EngineConfig
-from firsttoken.speculate.speculator import make_speculator
+from firsttoken.speculate.select import make_speculator
 from tests.drafting.folder import write_chat_model
 
 PROMPTS = {"loops": [[5, 6, 7, 8] * 6, [9, 10, 11] * 7], "other": [[40, 41, 42, 43, 44, 40, 41]]}

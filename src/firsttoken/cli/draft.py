@@ -265,8 +265,9 @@ def measure(
         print(json.dumps({"acceptance": [asdict(r) for r in accepted], "speed": [asdict(r) for r in speeds]}))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(acceptance_table(accepted, f"{source}, γ {gamma}, one request at a time"))
-    console.print(speed_table(speeds, f"{source}, greedy, all of these prompts"))
+    name = Path(source).name
+    console.print(acceptance_table(accepted, f"{name}: acceptance at γ {gamma}, one request at a time"))
+    console.print(speed_table(speeds, f"{name}: speed-up, greedy, all of these prompts"))
 
 
 def _turns(file: Path | None, count: int) -> dict[str, list[str]]:
