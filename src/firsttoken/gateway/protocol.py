@@ -1,11 +1,14 @@
-"""uvicorn's HTTP protocol with what it lacks: a cap on the size of a request's head, and on the time it may take.
+"""uvicorn's HTTP protocol with what it lacks: a cap on the size of a request's head, on the time it may take, and on
+how long a client may leave its answer unread.
 
-Without them one client can hold memory with an endless header, or a connection with a byte per second.
+Without them one client can hold memory with an endless header, a connection with a byte per second, or an upstream's
+slot by not reading.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -14,19 +17,24 @@ from firsttoken.gateway.errors import error_body
 from firsttoken.http_protocol import Together
 
 
-def capped(max_head_bytes: int, head_seconds: float) -> type[HttpToolsProtocol]:
-    """The protocol class with these limits."""
-    return type("Capped", (CappedProtocol,), {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds})
+def capped(
+    max_head_bytes: int, head_seconds: float, unread_seconds: Callable[[], float]
+) -> type[HttpToolsProtocol]:
+    """The protocol class with these limits; `unread_seconds` may change while it runs."""
+    limits = {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds}
+    return type("Capped", (CappedProtocol,), {**limits, "unread_seconds": staticmethod(unread_seconds)})
 
 
 class CappedProtocol(HttpToolsProtocol):
     max_head_bytes: int
     head_seconds: float
+    unread_seconds: Callable[[], float]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.head_bytes = 0
         self.head_timer: asyncio.TimerHandle | None = None
+        self.unread_timer: asyncio.TimerHandle | None = None
         self.refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -35,7 +43,22 @@ class CappedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._read_on()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client's socket is full. If it stays so, the connection is cut, which the app sees as a departure."""
+        super().pause_writing()
+        self.unread_timer = self.loop.call_later(self.unread_seconds(), self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._read_on()
+        super().resume_writing()
+
+    def _read_on(self) -> None:
+        if self.unread_timer is not None:
+            self.unread_timer.cancel()
+            self.unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self.refused:

@@ -93,6 +93,7 @@ class Exchange:
         self.client_left = False
         self.ended_because: str | None = None
         self.task: asyncio.Task[Any] | None = None
+        self.watcher: asyncio.Task[None] | None = None
         client_id = (header(scope, b"x-request-id") or b"")[:128].decode("latin-1")
         first = route.candidates[0]
         self.record = Record(
@@ -118,11 +119,11 @@ class Exchange:
         assert self.task is not None
         self.relay.exchanges.add(self)
         self.relay.metrics.numbers.in_flight += 1
-        watcher: asyncio.Task[None] | None = None
         try:
             await self._admit()
             self._journal_start()
-            watcher = asyncio.create_task(self._watch(receive))
+            # Runs when the request has been written and this task waits: nothing of it delays the request.
+            asyncio.get_running_loop().call_soon(self._meanwhile, receive)
             await self._serve()
         except asyncio.CancelledError:
             # By _watch (the client left), by end(), or by the server's shutdown. Nobody above waits to hear
@@ -136,8 +137,8 @@ class Exchange:
             self.finish("limited" if limited else "error", error.message, error.status)
             await self._fail(error)
         finally:
-            if watcher is not None:
-                watcher.cancel()
+            if self.watcher is not None:
+                self.watcher.cancel()
             self.finish("error", "internal error", 500)
             self.relay.exchanges.discard(self)
             self.relay.metrics.numbers.in_flight -= 1
@@ -161,6 +162,12 @@ class Exchange:
         except OSError as error:
             log.error("the journal: %s", error)
             raise ApiError(503, "The gateway can't write its journal.", "journal_unavailable") from None
+
+    def _meanwhile(self, receive: Receive) -> None:
+        """What can be done while the upstream works is done then."""
+        if self.record.status == "running":
+            self.watcher = asyncio.create_task(self._watch(receive))
+            self.reply.prepare()
 
     async def _watch(self, receive: Receive) -> None:
         """Notices the client's departure at once, also while the upstream is silent."""
@@ -225,8 +232,8 @@ class Exchange:
                 self.forwarding.first_token(now)
             if data:
                 if not reply.started:
-                    await self._start(answer)
-                await self._send(data)
+                    await reply.start(answer)
+                await reply.body(data)
         if not meter.done and answer.header(b"transfer-encoding") is None:
             # Without chunked encoding a cut connection looks like an end.
             raise ApiError(502, "The upstream ended the stream early.", "upstream_died")
@@ -234,7 +241,7 @@ class Exchange:
         self.record.http_status = 200
         self.finish("error" if meter.error else "ok", meter.error)
         if not reply.started:
-            await self._start(answer)
+            await reply.start(answer)
         await reply.body(meter.tail, more=False)
 
     async def _pass_body(self, answer: Answer) -> None:
@@ -245,12 +252,12 @@ class Exchange:
         while data := await answer.read(silence):
             silence = settings.idle
             if kept is None:
-                await self._send(data)
+                await reply.body(data)
                 continue
             kept += data
             if len(kept) > MAX_READ_BODY:
-                await self._start(answer, _length(answer))
-                await self._send(bytes(kept))
+                await reply.start(answer, _length(answer))
+                await reply.body(bytes(kept))
                 kept = None
         self.record.http_status = answer.status
         if answer.status >= 400:
@@ -261,25 +268,8 @@ class Exchange:
             self.forwarding.candidate.upstream.succeeded()
             self.finish("ok")
         if kept is not None:
-            await self._start(answer, len(kept))
+            await reply.start(answer, len(kept))
         await reply.body(bytes(kept or b""), more=False)
-
-    async def _send(self, data: bytes) -> None:
-        """One piece of the answer, to a client that may have stopped reading."""
-        idle = self.relay.settings.idle
-        try:
-            async with asyncio.timeout(idle):
-                await self.reply.body(data)
-        except TimeoutError:
-            self.client_left = True
-            self.finish("aborted", f"the client read nothing for {idle:g} s")
-            raise ApiError(408, "The client reads nothing.", "client_stalled") from None
-
-    async def _start(self, answer: Answer, length: int | None = None) -> None:
-        timing = answer.header(b"server-timing")
-        if timing is not None:
-            self.meter.timing = server_timing(timing.decode("latin-1")) | self.meter.timing
-        await self.reply.start(answer, length)
 
     async def _fail_after_pings(self, answer: Answer) -> None:
         """The stream was opened for pings, and then the upstream sent something else, most likely an error."""
@@ -308,9 +298,7 @@ class Exchange:
         if meter.completion is None and meter.chunks:
             record.completion_tokens = meter.chunks  # what was observed, where the upstream told nothing
         record.drafted_tokens, record.accepted_tokens = meter.drafted, meter.accepted
-        record.queue_ms = meter.timing.get("queue")
-        record.prefill_ms = meter.timing.get("prefill")
-        record.first_decode_ms = meter.timing.get("first_decode")
+        self._take_timing()
         if self.permit is not None:
             self.relay.clerk.limiter.settle(self.permit, record.tokens)
         try:
@@ -320,6 +308,16 @@ class Exchange:
         self.relay.metrics.observe(record, self.key.name)
         if self.relay.tracer is not None:
             self.relay.tracer.span(record, header(self.scope, b"traceparent"))
+
+    def _take_timing(self) -> None:
+        """Where the upstream says the time went: its last word, else the head of its answer."""
+        answer, timing = self.forwarding.answer, self.meter.timing
+        head = answer.header(b"server-timing") if answer is not None else None
+        if head is not None:
+            timing = server_timing(head.decode("latin-1")) | timing
+        record = self.record
+        record.queue_ms, record.prefill_ms = timing.get("queue"), timing.get("prefill")
+        record.first_decode_ms = timing.get("first_decode")
 
 
 def storable(text: str | None) -> str | None:

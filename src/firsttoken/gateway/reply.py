@@ -24,12 +24,15 @@ class Reply:
         self._send, self.record, self.key, self.limiter = send, record, key, limiter
         self.started = False
         """The head was sent: an error can only be an event of the stream now."""
-        self.sending = False
-        """Waiting for the client to read."""
+        self._prepared: Headers | None = None
+
+    def prepare(self) -> None:
+        """Makes the headers that are ours while there is time, before the upstream has answered."""
+        self._prepared = self._own_headers()
 
     async def start(self, answer: Answer, length: int | None = None) -> None:
         """Sends the head: the upstream's type and timing, and what is ours. Without `length` it is a stream."""
-        headers = self._own_headers()
+        headers = self._prepared or self._own_headers()
         own = b"gateway;dur=%.3f" % (self.record.gateway_ms or 0.0)
         timing = answer.header(b"server-timing")
         headers.append((b"server-timing", own + b", " + timing if timing else own))
@@ -44,9 +47,8 @@ class Reply:
         await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def body(self, data: bytes, more: bool = True) -> None:
-        self.sending = True
+        """A piece of the answer. Waits for a client that reads slowly; the protocol ends one that has stopped."""
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        self.sending = False
 
     async def ping_until(self, future: asyncio.Future[Any], every: float) -> Any:
         """Waits for `future`; while it takes long, opens the stream and sends comments, so that proxies stay calm."""

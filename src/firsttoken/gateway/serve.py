@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import logging
 import multiprocessing
@@ -288,6 +289,9 @@ async def _serve(
     await app.start()
     metrics = await _serve_metrics(app, metrics_listener) if metrics_listener is not None else None
     try:
+        # What start-up made stays for good: a full collection, milliseconds of pause, need not look at it again.
+        gc.collect()
+        gc.freeze()
         with contextlib.suppress(OSError):  # nobody waits to hear of a worker that replaces another
             ready.send(True)
         ready.close()
@@ -314,7 +318,7 @@ def make_server(app: App) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=capped(settings.max_header_bytes, settings.request_read),
+            http=capped(settings.max_header_bytes, settings.request_read, lambda: app.config.gateway.idle),
             ws="none",
             lifespan="off",
             log_config=None,
