@@ -24,7 +24,7 @@ async def new_key(view: View) -> bool:
     with ui.dialog() as dialog, ui.card().classes("dialog"):
         ui.label(view.text("keys.create")).classes("dialog-title")
         read = _key_fields(view, plans, {})
-        admin = ui.checkbox(view.text("keys.make_admin")).props("dense")
+        admin = parts.checkbox(view.text("keys.make_admin"))
 
         async def save() -> None:
             values = read() | {"role": "admin" if admin.value else "client"}
@@ -66,7 +66,7 @@ def _key_fields(view: View, plans: list[str], key: dict[str, Any]) -> Callable[[
         expires = parts.field(text("keys.expires"), _day(key.get("expires_at"))).props(
             "type=date stack-label clearable"
         )
-    load_test = ui.checkbox(text("keys.for_load_test"), value=key.get("load_test", False)).props("dense")
+    load_test = parts.checkbox(text("keys.for_load_test"), key.get("load_test", False))
 
     def read() -> dict[str, Any]:
         tags = [tag for tag in key.get("tags", []) if tag != "load-test"]

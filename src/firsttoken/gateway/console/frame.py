@@ -55,9 +55,11 @@ class View:
     def act(self, what: Callable[..., Awaitable[Any] | Any]) -> Callable[..., Awaitable[None]]:
         """An event's handler that says what went wrong, and leads to the sign-in when the session has ended."""
 
-        async def handler(*arguments: Any) -> None:
+        takes_event = bool(inspect.signature(what).parameters)
+
+        async def handler(event: Any) -> None:
             try:
-                result = what(*arguments[: len(inspect.signature(what).parameters)])
+                result = what(event) if takes_event else what()
                 if inspect.isawaitable(result):
                     await result
             except SignedOut:
@@ -127,7 +129,7 @@ def _frame(view: View, current: str) -> Iterator[None]:
                         ui.icon(icon)
                         ui.label(view.text(f"{name}.nav"))
             _settings(view)
-        with ui.element("main").classes("main"):
+        with ui.element("div").classes("main"):
             yield
 
 

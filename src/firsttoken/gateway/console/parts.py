@@ -35,6 +35,8 @@ class Column:
     number: bool = False
     wide_only: bool = False
     """Left out on a phone."""
+    whole_row: bool = False
+    """On a phone, as wide as the card and without its head."""
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], empty: str) -> Markup:
@@ -59,7 +61,15 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[Cell]], empty: str)
 
 
 def _classes(column: Column) -> str:
-    return " ".join(name for name, on in (("number", column.number), ("wide-only", column.wide_only)) if on)
+    return " ".join(
+        name
+        for name, on in (
+            ("number", column.number),
+            ("wide-only", column.wide_only),
+            ("whole-row", column.whole_row),
+        )
+        if on
+    )
 
 
 def link(view: View, path: str, words: Cell, title: str = "") -> Markup:
@@ -173,6 +183,15 @@ def select(
     return ui.select(options, label=label, value=value, on_change=changed).props(
         "outlined dense options-dense"
     )
+
+
+def switch(label: str, value: bool = False, changed: Callable[..., Any] | None = None) -> ui.switch:
+    made = ui.switch(label, value=value, on_change=changed).props("dense")
+    return made.props(f"aria-label={json.dumps(label)}")
+
+
+def checkbox(label: str, value: bool = False) -> ui.checkbox:
+    return ui.checkbox(label, value=value).props("dense").props(f"aria-label={json.dumps(label)}")
 
 
 def field(label: str, value: str = "", hint: str = "") -> ui.input:

@@ -27,9 +27,9 @@ async def build(view: View) -> None:
     names = [*(alias["name"] for alias in live["aliases"]), *(model["name"] for model in live["models"])]
     names = list(dict.fromkeys(names))
     with parts.title(text("chat.title")):
-        tokens = parts.number(text("chat.max_tokens"), 512).classes("max-tokens")
-        compare = ui.switch(text("chat.compare")).props("dense")
-        clear = ui.button(text("chat.clear"), icon="refresh").props("flat no-caps")
+        tokens = parts.number(text("chat.max_tokens"), 512).props(remove="clearable").classes("max-tokens")
+        compare = parts.switch(text("chat.compare"))
+        clear = ui.button(text("chat.clear"), icon="refresh").props("flat no-caps dense")
     panes_at = ui.element("div").classes("panes")
     default = live["default_model"] if live["default_model"] in names else next(iter(names), None)
     with panes_at:

@@ -35,7 +35,7 @@ async def build(view: View) -> None:
     with parts.section(text("keys.keys"), text("keys.last_day")):
         with ui.element("div").classes("filters"):
             words = parts.field(text("keys.search")).props("clearable")
-            revoked = ui.switch(text("keys.show_revoked")).props("dense")
+            revoked = parts.switch(text("keys.show_revoked"))
         keys = parts.html()
     with parts.section(text("plans.plans"), text("plans.note")):
         plans = ui.element("div")

@@ -32,7 +32,7 @@ async def build(view: View) -> None:
         await refresh()
 
     with parts.title(text("overview.title"), note=text("overview.now_note")):
-        ui.switch(text("frame.load_test"), on_change=view.act(with_load_test)).props("dense")
+        parts.switch(text("frame.load_test"), changed=view.act(with_load_test))
         parts.choose_span(view, shown["span"], choose)
     with ui.element("div").classes("tiles"):
         tiles = {

@@ -60,9 +60,7 @@ async def build(view: View) -> None:
         def load_test(event: Any) -> None:
             ui.navigate.to(address(load_test="1" if event.value else ""))
 
-        ui.switch(
-            text("frame.load_test"), value=bool(asked["load_test"]), on_change=view.act(load_test)
-        ).props("dense")
+        parts.switch(text("frame.load_test"), bool(asked["load_test"]), view.act(load_test))
 
     query = {name: asked[name] for name in ("key", "model", "upstream", "status", "order", "load_test")}
     answer = await view.api.get(
@@ -101,7 +99,7 @@ def _table(view: View, rows: list[dict[str, Any]]) -> str:
         Column(text("table.model"), wide_only=True),
         Column(text("table.status")),
         Column("TTFT", number=True),
-        Column(text("requests.where")),
+        Column(text("requests.where"), whole_row=True),
         Column(text("table.duration"), number=True),
         Column(text("table.tokens"), number=True, wide_only=True),
     ]

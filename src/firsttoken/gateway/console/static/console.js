@@ -17,3 +17,14 @@ function showTimes(root) {
   }
 }
 new MutationObserver(() => showTimes(document)).observe(document, { childList: true, subtree: true });
+
+// A talk that grows is followed, unless its reader has scrolled up.
+let following = true;
+addEventListener("scroll", () => {
+  following = innerHeight + scrollY >= document.documentElement.scrollHeight - 120;
+}, { passive: true });
+new MutationObserver((changes) => {
+  if (following && changes.some((change) => change.target.parentElement?.closest(".talk"))) {
+    scrollTo({ top: document.documentElement.scrollHeight });
+  }
+}).observe(document, { childList: true, characterData: true, subtree: true });
