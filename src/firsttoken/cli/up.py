@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,8 @@ def up(
         name="local", base_url=f"http://127.0.0.1:{_free_port()}", api_key_env=UPSTREAM_KEY, priority=True
     )
     os.environ[UPSTREAM_KEY] = secrets.token_urlsafe(32)
+    # Until the gateway takes SIGTERM over, it ends this process by way of `finally`, so that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     server = _start(model, upstream.root.rpartition(":")[2], context.args)
     try:
         _wait_until_ready(server, upstream.root)
