@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ Prompts = dict[str, list[list[int]]]
 OnProgress = Callable[[int, int, str], None]
 """(done, total, what is measured now)"""
 
+_IN_TURN = 4
+"""Texts after which the other settings get theirs."""
 _SAME = 0.02
 """Speed-ups closer than this are the same: the smaller γ wins."""
 
@@ -75,6 +78,17 @@ class Run:
     """By position, and so is `drafted`."""
     texts: list[list[int]]
     """Each prompt's answer, as token ids."""
+
+    def __add__(self, other: Run) -> Run:
+        return Run(
+            seconds=self.seconds + other.seconds,
+            steps=self.steps + other.steps,
+            tokens=self.tokens + other.tokens,
+            cycles=self.cycles + other.cycles,
+            drafted=_sum(self.drafted, other.drafted),
+            accepted=_sum(self.accepted, other.accepted),
+            texts=self.texts + other.texts,
+        )
 
     @property
     def rate(self) -> float:
@@ -148,31 +162,25 @@ class DraftMeter:
         on_progress: OnProgress = lambda done, total, word: None,
     ) -> list[AcceptanceRow]:
         """A row for each category, temperature and (above 0) way of drawing drafts."""
-        cells = [
-            (temperature, category, draws)
-            for temperature in temperatures
-            for category in prompts
-            for draws in (("noise", "argmax") if temperature else ("noise",))
-        ]
+        cells = [(temperature, category) for temperature in temperatures for category in prompts]
         rows: list[AcceptanceRow] = []
-        plain: dict[tuple[float, str], float] = {}
-        for done, (temperature, category, draws) in enumerate(cells):
+        for done, (temperature, category) in enumerate(cells):
             on_progress(done, len(cells), f"{category}, T = {temperature:g}")
-            texts = prompts[category]
-            if (temperature, category) not in plain:
-                plain[temperature, category] = self.run(texts, 0, temperature=temperature, batch=batch).rate
-            run = self.run(texts, gamma, temperature=temperature, batch=batch, argmax=draws == "argmax")
-            rows.append(
+            ways: list[Literal["noise", "argmax"]] = ["noise", "argmax"] if temperature else ["noise"]
+            settings = [(0, False), *((gamma, draws == "argmax") for draws in ways)]
+            plain, *runs = self._in_turn(prompts[category], settings, temperature, batch)
+            rows += [
                 AcceptanceRow(
                     category=category,
                     temperature=temperature,
-                    draws="argmax" if draws == "argmax" else "noise",
+                    draws=draws,
                     acceptance_rate=run.acceptance_rate,
                     tokens_per_cycle=run.tokens_per_cycle,
                     per_position=run.per_position,
-                    speedup=run.rate / plain[temperature, category],
+                    speedup=run.rate / plain.rate if plain.rate else 1.0,
                 )
-            )
+                for draws, run in zip(ways, runs, strict=True)
+            ]
         on_progress(len(cells), len(cells), "")
         return rows
 
@@ -186,15 +194,18 @@ class DraftMeter:
     ) -> list[SpeedRow]:
         """gammas: ascending, none 0. A row for each γ and batch size, by batch size."""
         texts = list(_interleaved(prompts))
-        total, done = len(batches) * (len(gammas) + 1), 0
         rows = []
+        settings = [(gamma, False) for gamma in (0, *gammas)]
+        total, done = sum(len(_parts(texts, batch)) for batch in batches) * len(settings), 0
+
+        def next_run() -> None:
+            nonlocal done
+            on_progress(done, total, f"γ {gammas[0]} … {gammas[-1]}, {batch} at a time")
+            done += 1
+
         for batch in batches:
-            runs: dict[int, Run] = {}
-            # The largest and smallest first, around the plain run: a machine's speed drifts over minutes.
-            for gamma in sorted({0, *gammas}, key=lambda g: (g not in (0, gammas[0], gammas[-1]), g)):
-                on_progress(done, total, f"γ {gamma}, {batch} at a time")
-                runs[gamma] = self.run(texts, gamma, batch=batch)
-                done += 1
+            found = self._in_turn(texts, settings, 0.0, batch, next_run)
+            runs = dict(zip((0, *gammas), found, strict=True))
             plain, first, last = runs[0], runs[gammas[0]], runs[gammas[-1]]
             if not all(run.seconds for run in runs.values()):
                 continue  # every answer was one token: there is no stream
@@ -214,6 +225,25 @@ class DraftMeter:
                 )
         on_progress(total, total, "")
         return rows
+
+    def _in_turn(
+        self,
+        texts: list[list[int]],
+        settings: list[tuple[int, bool]],
+        temperature: float,
+        batch: int,
+        begins: Callable[[], None] = lambda: None,
+    ) -> list[Run]:
+        """Each setting's (γ, argmax) run over all texts, taken in turn every few texts: a machine's speed drifts over
+        minutes, and only what was measured side by side can be compared."""
+        sums: list[Run | None] = [None] * len(settings)
+        for some in _parts(texts, batch):
+            for i, (gamma, argmax) in enumerate(settings):
+                begins()
+                run = self.run(some, gamma, temperature=temperature, batch=batch, argmax=argmax)
+                before = sums[i]
+                sums[i] = run if before is None else before + run
+        return [run for run in sums if run is not None]
 
     def run(
         self,
@@ -314,5 +344,14 @@ def _interleaved(prompts: Prompts) -> Iterator[list[int]]:
             yield from texts[place : place + 1]
 
 
+def _parts(texts: list[list[int]], batch: int) -> list[list[list[int]]]:
+    size = max(batch, _IN_TURN)
+    return [texts[first : first + size] for first in range(0, len(texts), size)]
+
+
 def _growth(before: list[int], after: list[int]) -> list[int]:
     return [a - b for a, b in zip(after, before + [0] * (len(after) - len(before)), strict=True)]
+
+
+def _sum(a: list[int], b: list[int]) -> list[int]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
