@@ -1,12 +1,13 @@
 """What the gateway adds to the first token and to the gaps between chunks, against the upstream directly.
 
-    python benchmarks/gateway.py [--json FILE] [--peer NAME=URL,KEY,MODEL]
+    python benchmarks/gateway.py [--quick] [--json FILE] [--peer litellm] [--peer NAME=URL,KEY,MODEL]
 
 Starts the mock upstream (programmed token times) and a gateway (one process, SQLite) with a key that has every
 limit, then sends the same streams directly and through the gateway in turn: at 1 stream one after the other, at 64
 and 256 streams with Poisson arrivals. Then short requests that are not streams, as fast as they go. The client
-stamps at the socket and measures the lag of its own event loop; all run on the same cores. `--peer` adds another
-gateway that runs already, before `python -m firsttoken.bench.mock_server --ttft 20ms --itl 50ms`.
+stamps at the socket and measures the lag of its own event loop; all run on the same cores. `--peer litellm`
+installs and starts LiteLLM's proxy beside ours, before the same upstream; NAME=URL,KEY,MODEL adds a gateway that runs
+already, before `python -m firsttoken.bench.mock_server --ttft 20ms --itl 50ms`. `--quick` is for a look only.
 
 Added TTFT is the percentile through the gateway minus the same percentile directly; the added gap likewise.
 """
@@ -28,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
+
+from gateway_peers import KEY, start_litellm
 
 TTFT_MS, ITL_MS = 20, 50
 TOKENS = {1: 8, 64: 40, 256: 40}
@@ -240,7 +243,22 @@ async def measure(direct: Target, others: list[Target]) -> dict[str, Any]:
     for target in targets:
         report["short"][target.name] = await short(client, target)
         print(f"{target.name:12} {report['short'][target.name]:8.0f} short requests/s")
+    report["ratios"] = {target.name: ratios(report, target.name) for target in others[1:]}
+    for name, ratio in report["ratios"].items():
+        print(f"{name} / gateway: " + ", ".join(f"{what} {value:.3g}" for what, value in ratio.items()))
     return report
+
+
+def ratios(report: dict[str, Any], peer: str) -> dict[str, float]:
+    """What the peer adds as a multiple of what our gateway adds, and its short requests per second as a share."""
+    rows = {(row["target"], row["streams"]): row for row in report["streams"]}
+    found = {
+        f"added TTFT {share} at {at_once}": rows[peer, at_once][f"added_ttft_{share}_ms"]
+        / rows["gateway", at_once][f"added_ttft_{share}_ms"]
+        for at_once in TARGETS
+        for share in ("p50", "p99")
+    }
+    return found | {"short requests/s": report["short"][peer] / report["short"]["gateway"]}
 
 
 def compare(name: str, at_once: int, direct: Sample, through: Sample) -> dict[str, Any]:
@@ -334,18 +352,28 @@ def start_gateway(folder: Path, upstream: str) -> tuple[subprocess.Popen[str], T
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--peer", action="append", default=[], help="another gateway: NAME=URL,KEY,MODEL")
+    parser.add_argument("--peer", action="append", default=[], help="litellm, or NAME=URL,KEY,MODEL")
+    parser.add_argument("--quick", action="store_true", help="a third of the time, for a look")
     arguments = parser.parse_args()
-    peers = [
-        Target(name, *rest.split(",")) for name, _, rest in (peer.partition("=") for peer in arguments.peer)
-    ]
-    processes: list[subprocess.Popen[str]] = []
+    if arguments.quick:
+        global SINGLE_REQUESTS, SECONDS, SHORT_SECONDS
+        SINGLE_REQUESTS, SECONDS, SHORT_SECONDS = 100, 2.0, 1.5
+    processes: list[subprocess.Popen[Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             mock, upstream = start_mock()
             processes.append(mock)
             process, gateway = start_gateway(Path(folder), upstream)
             processes.append(process)
+            peers = []
+            for peer in arguments.peer:
+                if peer == "litellm":
+                    process, url = start_litellm(Path(folder), upstream)
+                    processes.append(process)
+                    peers.append(Target("litellm", url, KEY))
+                else:
+                    name, _, rest = peer.partition("=")
+                    peers.append(Target(name, *rest.split(",")))
             measuring = measure(Target("direct", upstream, "none"), [gateway, *peers])
             try:
                 import uvloop
