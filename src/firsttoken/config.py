@@ -43,7 +43,7 @@ class Setting:
     key: str
     """In TOML; the flag and the variable follow from it."""
     type: Any
-    """Without `| None`: int, float, bool, str, Path, a Literal, list[…] or dict."""
+    """Without `| None`: int, float, bool, str, Path, a Literal, `int | Literal[…]`, list[…] or dict."""
     default: Any
     help: str
     unit: str | None
@@ -96,6 +96,8 @@ def without_none(hint: Any) -> Any:
         rest = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
         if len(rest) == 1:
             return rest[0]
+        if len(rest) == 2 and int in rest and any(typing.get_origin(arm) is typing.Literal for arm in rest):
+            return hint
         raise TypeError(f"a setting has one type, not {hint}")
     return hint
 
@@ -201,6 +203,14 @@ def convert(kind: Any, raw: Any, setting: Setting, place: str) -> Any:
         if raw not in choices:
             raise ConfigError(f"{place}: {raw!r} is not one of {', '.join(map(str, choices))}")
         return raw
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # a number or a word
+        words = next(typing.get_args(arm) for arm in typing.get_args(kind) if arm is not int)
+        if raw in words:
+            return raw
+        try:
+            return convert(int, raw, setting, place)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {' or '.join(words)} is possible too") from None
     if kind is bool:
         return boolean(raw, place)
     if kind is int:

@@ -93,7 +93,7 @@ def make_speculator(kind: str, answers: dict[str, list[int]], gamma: int) -> obj
         return [t if i % 3 != 2 else (t + 1) % VOCAB for i, t in enumerate(right)]
 
     if kind == "ngram":
-        return Speculator(NgramDrafter(min_n=1), CostModel(), max_gamma=gamma, always=True)
+        return Speculator(NgramDrafter(min_n=1), CostModel(), gamma=gamma, always=True)
     scripts = {"oracle": oracle, "garbage": garbage, "half right": half_right}
     return ScriptedSpeculator(scripts[kind], gamma) if kind in scripts else None
 

@@ -119,7 +119,7 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, answers, kind, c
 
     speculator = {
         "none": None,
-        "ngram": Speculator(NgramDrafter(), CostModel(), max_gamma=5, always=True),
+        "ngram": Speculator(NgramDrafter(), CostModel(), gamma=5, always=True),
         "oracle": ScriptedSpeculator(draft, 5),
         "garbage": ScriptedSpeculator(draft, 5),
     }[kind]

@@ -119,6 +119,7 @@ class ScriptedSpeculator:
     """Drafts from a function (sequence, count) -> tokens, `gamma` at a time."""
 
     capture = ()
+    lookahead = 0
 
     def __init__(self, draft: Any, gamma: int) -> None:
         self.draft, self.gamma = draft, gamma
@@ -138,6 +139,9 @@ class ScriptedSpeculator:
         self.accepted += num_accepted
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def computed(self, items: list[Any], *, prompts_wait: bool) -> None:
         pass
 
     def forget(self, seq: Sequence) -> None:

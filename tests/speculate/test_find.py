@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from firsttoken import models
 from firsttoken.engine.config import ConfigError, EngineConfig
 from firsttoken.engine.costs import CostModel
 from firsttoken.speculate.find import draft_folder_of, own_draft
-from firsttoken.speculate.speculator import make_speculator
+from firsttoken.speculate.select import draft_memory, make_speculator
 
 
 @pytest.fixture
@@ -49,5 +50,8 @@ def test_without_a_draft_n_grams_and_a_wrong_name_is_one_line(model):
     with pytest.raises(ConfigError, match="no such folder"):
         make_speculator(EngineConfig(model=str(model), draft="/nowhere"), CostModel(), runner)
     (model / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a feature draft"):
-        make_speculator(EngineConfig(model=str(model), draft=str(model)), CostModel(), runner)
+    with pytest.raises(ConfigError, match="names no architecture"):
+        draft_memory(EngineConfig(model=str(model), draft=str(model)), None, torch.float32)
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    with pytest.raises(ConfigError, match="make one with `firsttoken draft train`"):
+        draft_memory(EngineConfig(model=str(model), draft=str(model)), None, torch.float32)

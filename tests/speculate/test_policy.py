@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from firsttoken.engine.costs import CostModel
-from firsttoken.speculate.policy import Acceptance, Calibration, MeasuredGain, choose_gamma
+from firsttoken.speculate.policy import (
+    Acceptance,
+    Calibration,
+    Choice,
+    MeasuredGain,
+    StepTimes,
+    choose_gamma,
+)
 
 
 def test_a_calibration_learns_what_a_probability_is_worth():
@@ -39,12 +48,53 @@ def test_the_gain_follows_a_text_that_changes():
     assert gain.speedup(1) < 1
 
 
-def test_gamma_is_nought_where_nothing_is_won():
-    costs = CostModel([(1, 0.010), (2, 0.012), (8, 0.021)])
-    acceptance = Acceptance(5)
+def test_gamma_follows_acceptance_and_costs():
+    def best(acceptance: Acceptance, step: float, row: float, lengths: list[int], count: int = 1) -> Choice:
+        return choose_gamma(
+            acceptance,
+            lengths,
+            count=count,
+            plain_seconds=0.010,
+            step_seconds=step,
+            row_seconds=lambda rows: row * rows,
+        )
+
+    acceptance = Acceptance(8)
     for _ in range(200):
-        acceptance.observe(5, 0)
-    assert choose_gamma(acceptance, costs, [5]).gamma == 0
+        acceptance.observe(8, 0)
+    assert best(acceptance, 0.001, 0.0005, [8]).speedup < 1
     for _ in range(2000):
-        acceptance.observe(5, 5)
-    assert choose_gamma(acceptance, costs, [5]).gamma == 5
+        acceptance.observe(8, 8)
+    assert best(acceptance, 0.001, 0.0005, [8]).gamma == 8
+    assert best(acceptance, 0.001, 0.0005, [3]).gamma == 3, "no more than is offered"
+    assert best(acceptance, 0.011, 0.0005, [8]).speedup < 1, "a draft as dear as the model never pays"
+    half = Acceptance(8)
+    for i in range(2000):
+        half.observe(8, (0, 1, 0, 2, 0, 1, 0, 8)[i % 8])
+    # Two sequences' rows, of which one can be drafted for: 1 + 0.5 + 0.25 … tokens, each dearer than the last.
+    choice = best(half, 0.001, 0.0005, [8, 0][:1], count=2)
+    assert 1 <= choice.gamma <= 3
+    assert choice.speedup == pytest.approx(
+        (2 + sum(math.prod(half.rates()[: i + 1]) for i in range(choice.gamma)))
+        / (0.010 + 0.0015 * choice.gamma)
+        * 0.010
+        / 2
+    )
+
+
+def test_a_position_never_seen_is_taken_to_be_like_the_one_before():
+    acceptance = Acceptance(4)
+    for _ in range(500):
+        acceptance.observe(2, 2)
+    rates = acceptance.rates()
+    assert rates[2] == rates[3] == pytest.approx(rates[1])
+    assert rates[1] > 0.98
+
+
+def test_a_drafting_step_costs_its_share_until_it_is_measured():
+    times = StepTimes(0.25, CostModel([(1, 0.020), (8, 0.020)]))
+    assert times.seconds(1) == pytest.approx(0.005)
+    for _ in range(100):
+        times.observe(1, 0.003)
+    assert times.seconds(1) == pytest.approx(0.003, rel=0.01)
+    assert times.seconds(4) == times.seconds(1), "the nearest batch size that is known"

@@ -13,10 +13,12 @@ def create_engine(config: EngineConfig, on_progress: Callable[[str, float], None
     """A loaded engine (not warmed up). Raises ConfigError with one line if a setting cannot work."""
     import torch
 
-    from firsttoken.speculate.speculator import make_speculator
+    from firsttoken.speculate.select import draft_memory, make_speculator
 
     try:
         torch.set_num_threads(config.num_threads or available_cores())
     except (RuntimeError, ValueError) as e:
         raise ConfigError(f"--num-threads {config.num_threads}: {e}") from None
-    return Engine(config, make_speculator=make_speculator, on_progress=on_progress)
+    return Engine(
+        config, make_speculator=make_speculator, draft_memory=draft_memory, on_progress=on_progress
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -84,10 +85,16 @@ def keyword(name: str, annotation: Any, info: Any) -> inspect.Parameter:
     )
 
 
+def metavar_of_words(literal: Any) -> str:
+    return "|".join(map(str, typing.get_args(literal)))
+
+
 def metavar(setting: Setting) -> str:
     kind = typing.get_args(setting.type)[0] if setting.is_list else setting.type
     if typing.get_origin(kind) is typing.Literal:
-        return "|".join(map(str, typing.get_args(kind)))
+        return metavar_of_words(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return "|".join("N" if arm is int else metavar_of_words(arm) for arm in typing.get_args(kind))
     if setting.unit:
         return "TIME"
     return {int: "N", float: "X", Path: "PATH", str: "TEXT"}.get(kind, "JSON")

@@ -34,8 +34,8 @@ class EngineConfig:
     block_size: int = setting(16, "Tokens per KV block; prefixes are shared in whole blocks.", min=1)
     kv_cache_memory: str | None = setting(
         None,
-        "Memory for the KV cache, as 2GiB or 500MB. Default: 1GiB on a CPU (less if that holds all that"
-        " max_num_seqs sequences can use), on a GPU what gpu_memory_utilization leaves.",
+        "Memory for the KV cache, a draft's included, as 2GiB or 500MB. Default: 1GiB on a CPU (less if that holds"
+        " all that max_num_seqs sequences can use), on a GPU what gpu_memory_utilization leaves.",
     )
     gpu_memory_utilization: float = setting(
         0.92, "Share of the GPU's memory that the engine may use.", min=0.01, max=1
@@ -74,11 +74,10 @@ class EngineConfig:
         None,
         "Drafter for speculation: a draft's folder, ngram, or none. Default: the model's own draft, else ngram.",
     )
-    num_speculative_tokens: int | None = setting(
-        None,
-        "Most tokens drafted per step (γ). Default: chosen per step.",
-        flag="num-speculative-tokens",
-        min=0,
+    num_speculative_tokens: int | Literal["auto"] = setting(
+        "auto",
+        "Most tokens drafted per step (γ). auto: up to 8, chosen per step from measured acceptance and costs.",
+        min=1,
     )
     speculation: Literal["auto", "always", "off"] = setting(
         "auto", "auto: speculate only where measured acceptance and step costs predict a gain."

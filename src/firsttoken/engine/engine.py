@@ -14,7 +14,7 @@ import torch
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.config import ConfigError, EngineConfig
 from firsttoken.engine.costs import CostModel
-from firsttoken.engine.limits import Limits, resolve_limits
+from firsttoken.engine.limits import Limits, MeasureDraft, resolve_limits
 from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
 from firsttoken.engine.request import (
@@ -40,8 +40,9 @@ class Computed:
     """The sequence's tokens [start, stop) have been computed and stand; rejected drafts are not among them."""
     block_table: list[int]
     """The sequence's own is already gone if it ended with this step; its blocks still hold what they held."""
-    states: torch.Tensor
-    """[n, C * H], n >= stop - start: the residual stream before each of the C captured layers, side by side."""
+    states: torch.Tensor | None
+    """[n, C * H], n >= stop - start: the residual stream before each of the C captured layers, side by side; None
+    without any."""
 
 
 class Speculator(Protocol):
@@ -50,8 +51,14 @@ class Speculator(Protocol):
     capture: tuple[int, ...]
     """Layers before which the model's residual stream is wanted (see `computed`), ascending; often none."""
 
-    def computed(self, items: list[Computed]) -> None:
-        """Called after the step's outputs have been handed over, if `capture` names layers."""
+    @property
+    def lookahead(self) -> int:
+        """Tokens for which each sequence should have blocks, from its last known one on, when `propose` is
+        called."""
+
+    def computed(self, items: list[Computed], *, prompts_wait: bool) -> None:
+        """Called after the step's outputs have been handed over. prompts_wait: somebody's first token is next, so
+        what can wait should."""
 
     def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
         """Drafts for each sequence, at most `budget` tokens in all; an empty list where none is worth it."""
@@ -86,18 +93,20 @@ class Engine:
         *,
         model: Decoder | None = None,
         make_speculator: SpeculatorFactory | None = None,
+        draft_memory: MeasureDraft | None = None,
         on_progress: Callable[[str, float], None] | None = None,
     ) -> None:
         """Loads the model (or takes a loaded one). Raises ConfigError with one line if a setting cannot work.
 
         make_speculator: builds the drafter that the settings ask for; without it nothing is drafted.
+        draft_memory: what that drafter will take of the memory that the KV cache gets the rest of.
         on_progress: called with each start-up stage's name and its seconds.
         """
         config = EngineConfig(model=config) if isinstance(config, str) else config
         self.startup: dict[str, float] = {}
         self._on_progress = on_progress or (lambda stage, seconds: None)
         started = time.perf_counter()
-        self.limits: Limits = resolve_limits(config, model.config if model else None)
+        self.limits: Limits = resolve_limits(config, model.config if model else None, draft_memory)
         if model is None:
             model = load_model(
                 config.model, self.limits.dtype, self.limits.device, max_positions=self.limits.max_model_len
@@ -195,13 +204,13 @@ class Engine:
                 seq, start, table = item.seq, item.seq.num_computed_tokens, item.seq.block_table
                 if (output := self._commit(item, result, now)) is not None:
                     outputs.append(output)
-                if result.states is not None:
+                if self.speculator is not None:
                     stop = self._end_of_computed(item, result, start)
                     computed.append(Computed(seq, start, stop, table, result.states))
         if on_outputs is not None and outputs:
             on_outputs(outputs)
         if computed and self.speculator is not None:
-            self.speculator.computed(computed)
+            self.speculator.computed(computed, prompts_wait=self.scheduler.prompts_wait())
         if plan.items:
             self._after_step(plan, now - started)
         return outputs
@@ -209,6 +218,8 @@ class Engine:
     def _propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
         assert self.speculator is not None
         started = time.monotonic()
+        if lookahead := self.speculator.lookahead:
+            self.scheduler.reserve(seqs, lookahead)
         drafts = self.speculator.propose(seqs, budget)
         self._drafting_seconds += time.monotonic() - started
         return drafts

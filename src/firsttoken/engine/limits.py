@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args, get_type_hints
 
@@ -20,6 +21,18 @@ _DTYPES = {
 }
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _CPU_KV_BYTES = 2**30
+
+
+@dataclass(slots=True, frozen=True)
+class DraftMemory:
+    """What a drafter takes beside the model, in bytes."""
+
+    weights: int = 0
+    kv_per_token: int = 0
+    """Its own cache lies on the model's blocks: so much for every token that these hold."""
+
+
+MeasureDraft = Callable[[EngineConfig, ModelConfig, torch.dtype], DraftMemory]
 
 
 @dataclass(slots=True, frozen=True)
@@ -56,7 +69,9 @@ class Limits:
         return replace(self, max_batched_tokens=batched), replace(config, max_num_batched_tokens=batched)
 
 
-def resolve_limits(config: EngineConfig, model: ModelConfig | None) -> Limits:
+def resolve_limits(
+    config: EngineConfig, model: ModelConfig | None, draft_memory: MeasureDraft | None = None
+) -> Limits:
     """Reads the model's config (not its weights) unless given, and settles every number. Raises ConfigError."""
     model = model or ModelConfig.from_folder(config.model)
     device = _device(config)
@@ -69,9 +84,10 @@ def resolve_limits(config: EngineConfig, model: ModelConfig | None) -> Limits:
             f"--max-model-len {config.max_model_len} is more than the model's context of {model.context_length};"
             " lower it"
         )
-    block_bytes = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    draft = draft_memory(config, model, dtype) if draft_memory else DraftMemory()
+    block_bytes = (model.kv_bytes_per_token(dtype.itemsize) + draft.kv_per_token) * config.block_size
     useful = -(-longest // config.block_size) * config.max_num_seqs
-    num_blocks = _num_blocks(config, model, dtype, device, block_bytes, useful)
+    num_blocks = _num_blocks(config, model, draft.weights, dtype, device, block_bytes, useful)
     tokens = num_blocks * config.block_size
     if tokens < longest:
         if config.max_model_len is not None or tokens < 2 * config.block_size:
@@ -104,13 +120,14 @@ def size_text(num_bytes: float) -> str:
 def _num_blocks(
     config: EngineConfig,
     model: ModelConfig,
+    draft_weights: int,
     dtype: torch.dtype,
     device: torch.device,
     block_bytes: int,
     useful: int,
 ) -> int:
     """Blocks in the pool: what was asked for, or a default that the machine can hold."""
-    weights = model.num_parameters() * dtype.itemsize
+    weights = model.num_parameters() * dtype.itemsize + draft_weights
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # Activations of one step, with room for the allocator's own slack.
@@ -192,7 +209,7 @@ def _check_settings(config: EngineConfig, batched: int) -> None:
 
     for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "num_threads"):
         positive(name, getattr(config, name))
-    for name in ("ttft_slo_ms", "itl_target_ms", "max_waiting_s", "num_speculative_tokens"):
+    for name in ("ttft_slo_ms", "itl_target_ms", "max_waiting_s"):
         positive(name.removesuffix("_ms").removesuffix("_s"), getattr(config, name))
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ConfigError(
@@ -204,7 +221,10 @@ def _check_settings(config: EngineConfig, batched: int) -> None:
             " sequence needs a token per step; raise the first or lower the second"
         )
     gamma = config.num_speculative_tokens
-    if gamma is not None and gamma > 32:
+    if gamma == "auto":
+        return
+    positive("num_speculative_tokens", gamma)
+    if gamma > 32:
         raise ConfigError(
             f"--num-speculative-tokens {gamma}: at most 32; beyond a handful, drafts are not accepted"
         )

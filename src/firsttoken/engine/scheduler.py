@@ -317,6 +317,22 @@ class Scheduler:
 
     # -- blocks ---------------------------------------------------------------------------------------------
 
+    def reserve(self, seqs: list[Sequence], count: int) -> None:
+        """Blocks for `count` tokens of each decoding sequence from its last known one on, out of those that are free
+        beyond what the step itself needs: a draft writes there before the step is planned."""
+        size = self.pool.block_size
+        needed = sum(seq_blocks(s.num_computed_tokens + 1, size) > len(s.block_table) for s in seqs)
+        spare = self.pool.num_free - needed
+        for seq in seqs:
+            missing = seq_blocks(seq.num_computed_tokens + count, size) - len(seq.block_table)
+            if 0 < missing <= spare:
+                spare -= missing
+                self._grow(seq, seq.num_computed_tokens + count)
+
+    def prompts_wait(self) -> bool:
+        """Whether a prompt, or the rest of one, is to be computed."""
+        return bool(self.waiting) or any(s.num_uncomputed_tokens > 1 for s in self.running)
+
     def _is_running(self, seq: Sequence) -> bool:
         return bool(seq.block_table)
 

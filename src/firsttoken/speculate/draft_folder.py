@@ -17,8 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from firsttoken.engine.config import ConfigError
 from firsttoken.engine.model.checkpoint import read_json
+from firsttoken.engine.model.config import RopeConfig
 from firsttoken.engine.model.decoder import Decoder
-from firsttoken.speculate.feature_draft import FeatureConfig, FeatureDraft
+from firsttoken.engine.model.layers import Linear, can_pack
+from firsttoken.engine.model.loader import load_model
+from firsttoken.speculate.feature_draft import FeatureConfig, FeatureDraft, head_rows
 
 FEATURE_ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -56,8 +59,6 @@ def eagle3_config(draft: FeatureDraft, target: Decoder, dtype: torch.dtype) -> d
     """The config.json by which vLLM's `eagle3` builds the draft's layer. It reads a layer's input, as `capture`
     does, so the ids need no offset."""
     c, t = draft.config, target.config
-    if t.rope.type != "default":
-        raise ConfigError(f"feature drafts of models with {t.rope.type} RoPE can't be written yet")
     return {
         "architectures": [FEATURE_ARCHITECTURE],
         "model_type": "llama",
@@ -69,7 +70,7 @@ def eagle3_config(draft: FeatureDraft, target: Decoder, dtype: torch.dtype) -> d
         "head_dim": c.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": t.rope.theta,
+        **rope_fields(t.rope),
         "max_position_embeddings": t.max_position_embeddings,
         "vocab_size": t.vocab_size,
         "draft_vocab_size": c.draft_vocab_size,
@@ -79,6 +80,26 @@ def eagle3_config(draft: FeatureDraft, target: Decoder, dtype: torch.dtype) -> d
         "eagle_aux_hidden_state_layer_ids": list(c.capture),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """The keys of a config.json that say how positions are rotated; the draft's layer rotates as its target does."""
+    fields: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.type == "default":
+        return fields
+    scaling: dict[str, Any] = {"rope_type": rope.type, "factor": rope.factor}
+    if rope.type in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    if rope.type == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        scaling |= {
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "truncate": rope.truncate,
+            "attention_factor": rope.attention_factor,
+        }
+    return {**fields, "rope_scaling": scaling}
 
 
 def load_feature_draft(folder: Path, target: Decoder) -> FeatureDraft:
@@ -121,6 +142,29 @@ def load_feature_draft(folder: Path, target: Decoder) -> FeatureDraft:
             raise ConfigError(f"{folder / 'model.safetensors'} lacks a whole {name}: train the draft again")
         weight.copy_(weights[name])
     return draft
+
+
+def load_shallow_draft(folder: Path, target: Decoder) -> tuple[Decoder, torch.Tensor, int]:
+    """(decoder, token_ids, shared layers) of the shallow draft in `folder`, prepared: its first layers, embedding and
+    head's rows ARE the target's. token_ids int64 [D]: the target's id of each row of the head."""
+    own = read_json(folder, "config.json")["firsttoken"]
+    shared = int(own["shared_layers"])
+    decoder = load_model(folder, target.dtype, target.device, max_positions=len(target.rotary))
+    if not 0 < shared < decoder.config.num_layers or decoder.config.hidden_size != target.config.hidden_size:
+        raise ConfigError(f"draft {folder} does not have the model's shape: train it again")
+    decoder.layers[:shared] = target.layers[:shared]
+    decoder.embedding, decoder.rotary = target.embedding, target.rotary
+    try:
+        ids = torch.tensor(json.loads((folder / "draft_vocab.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        raise ConfigError(f"draft {folder} has no readable draft_vocab.json: train it again") from None
+    if ids.ndim != 1 or not 0 <= int(ids.min()) <= int(ids.max()) < target.config.vocab_size:
+        raise ConfigError(f"{folder / 'draft_vocab.json'} names tokens that the model does not have")
+    ids = ids.to(target.device)
+    decoder.lm_head = Linear(head_rows(target, ids))
+    if can_pack(target.dtype, target.device):
+        decoder.lm_head.pack()
+    return decoder, ids, shared
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

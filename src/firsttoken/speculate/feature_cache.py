@@ -7,21 +7,13 @@ target's KV does: whoever finds a block finds its slots and its carry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
+from firsttoken.engine.memory import lazy_zeros
 from firsttoken.speculate.feature_draft import FeatureDraft
-
-
-@dataclass(slots=True)
-class Pending:
-    """States of computed tokens that are not yet in the cache: positions [start, stop)."""
-
-    start: int
-    stop: int
-    states: list[torch.Tensor] = field(default_factory=list)
-    """Each [n, C * H]; together stop - start rows."""
+from firsttoken.speculate.pending import Pending
 
 
 @dataclass(slots=True)
@@ -41,11 +33,10 @@ class FeatureCache:
         self.block_size = block_size
         self.num_blocks = num_blocks
         c = draft.config
-        # Zeros that nobody touched take no memory on a CPU.
         shape = (2, c.num_kv_heads, num_blocks * block_size, c.head_dim)
-        self.keys, self.values = torch.zeros(shape, dtype=draft.dtype, device=draft.device)
+        self.keys, self.values = lazy_zeros(shape, draft.dtype, draft.device)
         """Each [kv_heads, num_slots, head_dim]."""
-        self.carry = torch.zeros((num_blocks, c.hidden_size), dtype=draft.dtype, device=draft.device)
+        self.carry = lazy_zeros((num_blocks, c.hidden_size), draft.dtype, draft.device)
 
     def advance(
         self, parts: list[Advance]

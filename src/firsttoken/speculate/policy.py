@@ -7,6 +7,7 @@ plus the drafting. Both are measured while serving.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ _MEMORY = 512.0
 """Observations per position beyond which old ones fade."""
 
 
+_COST_RATE = 0.1
+"""Weight of a new measurement of a drafting step in its running mean."""
 _GAIN_RATE = 0.05
 """Weight of a new cycle in the running means, once there are more than twenty."""
 
@@ -26,8 +29,9 @@ class Acceptance:
     """Running acceptance per draft position, conditional on the positions before it."""
 
     def __init__(self, positions: int, prior: float = 0.5) -> None:
-        self._tries = [_PRIOR_TRIES] * positions
-        self._hits = [_PRIOR_TRIES * prior] * positions
+        self._tries = [0.0] * positions
+        self._hits = [0.0] * positions
+        self._prior = prior
         self.num_observed = 0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
@@ -40,17 +44,14 @@ class Acceptance:
                 self._tries[i] /= 2
                 self._hits[i] /= 2
 
-    def rate(self, position: int) -> float:
-        """Chance that draft `position` (0 first) stands if all before it did."""
-        return self._hits[position] / self._tries[position]
-
-    def expected_tokens(self, gamma: int) -> float:
-        """Tokens per verification of a draft of `gamma` tokens, the bonus token included."""
-        total = chance = 1.0
-        for i in range(gamma):
-            chance *= self.rate(i)
-            total += chance
-        return total
+    def rates(self) -> list[float]:
+        """For each position the chance that its draft stands if all before it did. Little-seen positions are taken to
+        be like the one before."""
+        rates, before = [], self._prior
+        for tries, hits in zip(self._tries, self._hits, strict=True):
+            before = (hits + _PRIOR_TRIES * before) / (tries + _PRIOR_TRIES)
+            rates.append(before)
+        return rates
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,34 +59,64 @@ class Choice:
     """A choice of γ and what it is expected to bring."""
 
     gamma: int
+    """The best γ above 0, whether or not it pays."""
     speedup: float
-    """Expected tokens per second over those without drafts, at the best γ above 0 (even if 0 was chosen)."""
-    best_gamma: int
-    """That γ."""
+    """Expected tokens per second over those without drafts."""
 
 
 def choose_gamma(
     acceptance: Acceptance,
-    costs: CostModel,
     draft_lengths: Seq[int],
+    *,
+    count: int,
+    plain_seconds: float,
+    step_seconds: float,
+    row_seconds: Callable[[int], float],
 ) -> Choice:
-    """The γ for one step over sequences that could be drafted for, where drafting itself costs nothing.
+    """The γ for one step of `count` sequences, of which some can be drafted for. Ties go to the smaller γ.
 
-    draft_lengths: for each decoding sequence, the most tokens its drafter offers (0: none).
-    Ties go to the smaller γ.
+    draft_lengths: for each of these, the most tokens that its drafter offers.
+    plain_seconds: of the step without drafts; step_seconds: of drafting one more token for all of them;
+    row_seconds: what so many more rows add to the step.
     """
-    count = len(draft_lengths)
-    base = costs.predict(count)
-    plain = count / base
-    best = Choice(0, 0.0, 0)
+    rates = acceptance.rates()
+    best = Choice(0, 0.0)
+    tokens, chance, seconds, rows = float(count), 1.0, plain_seconds, 0
     for gamma in range(1, max(draft_lengths, default=0) + 1):
-        rows = count + sum(min(gamma, n) for n in draft_lengths)
-        seconds = costs.predict(rows)
-        tokens = sum(acceptance.expected_tokens(min(gamma, n)) for n in draft_lengths)
-        speedup = tokens / seconds / plain
+        chance *= rates[gamma - 1]
+        drafted = sum(n >= gamma for n in draft_lengths)
+        tokens += chance * drafted
+        rows += drafted
+        seconds += step_seconds
+        speedup = tokens / (seconds + row_seconds(rows)) * plain_seconds / count
         if speedup > best.speedup * (1 + 1e-9):
-            best = Choice(gamma, speedup, gamma)
-    return best if best.speedup > 1.0 else Choice(0, best.speedup, best.best_gamma)
+            best = Choice(gamma, speedup)
+    return best
+
+
+class StepTimes:
+    """What a drafting step takes, by batch size to the next power of two."""
+
+    def __init__(self, share: float, costs: CostModel) -> None:
+        """share: of a step of the model, until measured; 0 for a drafter that costs nothing."""
+        self._share, self._costs = share, costs
+        self._known: dict[int, float] = {}
+
+    def seconds(self, count: int) -> float:
+        bucket = (count - 1).bit_length()
+        if not self._known:
+            return self._share * self._costs.predict(count)
+        if bucket in self._known:
+            return self._known[bucket]
+        return self._known[min(self._known, key=lambda b: abs(b - bucket))]
+
+    def observe(self, count: int, seconds: float) -> None:
+        bucket = (count - 1).bit_length()
+        old = self._known.get(bucket)
+        if old is None:
+            self._known[bucket] = min(seconds, self.seconds(count) * 2)  # the first one is cold
+        else:
+            self._known[bucket] = old + _COST_RATE * (min(seconds, 2 * old) - old)
 
 
 class Calibration:

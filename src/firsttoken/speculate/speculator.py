@@ -1,169 +1,257 @@
-"""Drafter + policy: what the engine asks for drafts, and the words for why there are some or none."""
+"""Whether to draft, how far, and the words for why: one policy for every kind of drafter.
+
+Everything that decides is measured while serving: what a plain step takes, what a cycle of drafting and verification
+takes and brings, what a drafting step takes, and how often drafts stand, by position and by the drafter's own
+probability.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
+import time
 from typing import Any
 
-from firsttoken.engine.config import ConfigError, EngineConfig
 from firsttoken.engine.costs import CostModel
 from firsttoken.engine.engine import Computed
-from firsttoken.engine.runner import Runner
 from firsttoken.engine.sequence import Sequence
-from firsttoken.models import fingerprint
-from firsttoken.speculate.draft_folder import load_feature_draft
-from firsttoken.speculate.feature import FeatureSpeculator
-from firsttoken.speculate.find import own_draft, trained_for
-from firsttoken.speculate.ngram import NgramDrafter
-from firsttoken.speculate.policy import Acceptance, Choice, MeasuredGain, choose_gamma
+from firsttoken.speculate.drafter import Drafter
+from firsttoken.speculate.policy import (
+    Acceptance,
+    Calibration,
+    Choice,
+    MeasuredGain,
+    StepTimes,
+    choose_gamma,
+)
 
 _log = logging.getLogger(__name__)
 
-_DEFAULT_GAMMA = 5
-_PROBE_EVERY = 32
-"""With drafts unprofitable, every so many steps that had one to offer a step drafts anyway: texts change."""
-_ADVANTAGE = 1.02
-"""`auto` drafts only above this speed-up, predicted or measured: below, the error of either decides."""
+MOST = 8
+"""Tokens that are drafted at most in a step where the settings leave it to the policy."""
+ALWAYS = 5
+"""γ where drafts are always made and the settings name none."""
+_PROBE_EVERY, _PROBE_CYCLES = 128, 3
+"""With drafts unprofitable, of every so many steps a few draft anyway: texts change."""
+_PLAIN_EVERY, _PLAIN_STEPS = 100, 2
+"""Plain steps before the first draft, and of every so many while drafting: what drafting is measured against."""
 _TRIES = 8
-"""Verifications at a batch size after which what was measured there overrules the prediction."""
+"""Cycles before drafting is judged."""
+_ADVANTAGE = 1.03
+"""`auto` drafts only above this speed-up: below, the measurement's own error decides."""
+
+
+class CycleJudge:
+    """Implements `drafter.Judge`: a draft goes on while its chance to stand whole is worth one more token's time."""
+
+    def __init__(self, calibrations: list[Calibration], floor: float) -> None:
+        """calibrations: what each sequence's probabilities are worth; floor: the least chance that pays, 0: none."""
+        self.wants_probabilities = floor > 0
+        self.probabilities: list[list[float]] = [[] for _ in calibrations]
+        self.step_seconds = 0.0
+        self._calibrations, self._floor = calibrations, floor
+        self._chances = [1.0] * len(calibrations)
+
+    def keeps(self, index: int, probability: float) -> bool:
+        if self.wants_probabilities:
+            self._chances[index] *= self._calibrations[index].rate(probability)
+            if self._chances[index] < self._floor:
+                return False
+            self.probabilities[index].append(probability)
+        return True
+
+    def took(self, steps: int, seconds: float) -> None:
+        self.step_seconds = seconds / steps
 
 
 class Speculator:
-    """Implements `engine.engine.Speculator` for drafters on the host."""
+    """Implements `engine.engine.Speculator` over a drafter."""
 
-    capture: tuple[int, ...] = ()
-
-    def __init__(self, drafter: NgramDrafter, costs: CostModel, *, max_gamma: int, always: bool) -> None:
+    def __init__(self, drafter: Drafter, costs: CostModel, *, gamma: int | None, always: bool) -> None:
+        """gamma: most tokens to draft in a step, None: the policy's choice. always: `gamma` of them in every step,
+        whether or not it pays."""
         self.drafter = drafter
-        self.max_gamma = max_gamma
-        self._costs = costs
+        self.capture = drafter.capture
+        self.max_gamma = gamma or (ALWAYS if always else MOST)
         self._always = always
-        self._acceptance = Acceptance(max_gamma)
-        self._choice = Choice(0, 0.0, 0)
+        self._costs = costs
+        self._acceptance = Acceptance(self.max_gamma)
+        self._calibrations = (Calibration(), Calibration())
+        """Of greedy and of sampled sequences."""
         self._gain = MeasuredGain(costs)
-        self._unprofitable = 0
-        self._drafted = self._accepted = 0
+        self._times = StepTimes(drafter.step_share, costs)
+        self._probabilities: dict[Sequence, list[float]] = {}
+        """The drafter's own, of what it drafted for the step that runs now."""
         self._count = 1
-        """Sequences in the step that runs now; whether it drafts, and how many of its drafts stood:"""
+        """Sequences in the step that runs now; whether it drafts, since when, and how many of its drafts stood:"""
         self._drafting = False
+        self._cycle_seconds = 0.0
         self._stood = 0
+        self._choice = Choice(0, 0.0)
+        self._unprofitable = self._profitable = 0
+        self._drafted = self._accepted = 0
+        self._verdict: str | None = None
 
-    def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
-        drafts = [self._offer(seq) for seq in seqs]
-        lengths = [len(d) for d in drafts]
-        self._count, self._drafting, self._stood = len(seqs), False, 0
-        if not any(lengths):
-            return drafts
-        gamma = self._gamma(lengths)
-        self._drafting = gamma > 0
-        cut: list[list[int]] = []
-        for draft in drafts:
-            kept = draft[: min(gamma, budget)]
-            budget -= len(kept)
-            cut.append(kept)
-        return cut
+    @property
+    def lookahead(self) -> int:
+        return self.max_gamma if self.drafter.lookahead and self._may_draft(self._count) else 0
 
-    def observe(self, seq: Sequence, drafts: list[int], num_accepted: int) -> None:
-        self._acceptance.observe(len(drafts), num_accepted)
-        self._drafted += len(drafts)
-        self._accepted += num_accepted
-        self._stood += num_accepted
+    # -- for the engine -------------------------------------------------------------------------------------
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        if self._drafting:
-            self._gain.observe(self._count, self._count + self._stood, seconds)
-        elif num_tokens:
-            self._gain.observe_plain(num_tokens, seconds)
-
-    def computed(self, items: list[Computed]) -> None:
-        """Never called: no layer is captured."""
+    def computed(self, items: list[Computed], *, prompts_wait: bool) -> None:
+        self.drafter.computed(items, work=not prompts_wait and self._may_draft(self._count))
 
     def forget(self, seq: Sequence) -> None:
         self.drafter.forget(seq)
 
-    def describe(self) -> dict[str, Any]:
-        choice, seen = self._choice, self._acceptance.num_observed
-        rate = self._accepted / self._drafted if self._drafted else None
-        if self._always:
-            reason = f"always on, γ {self.max_gamma}"
-        elif not seen:
-            reason = "nothing drafted yet"
-        else:
-            expected = self._acceptance.expected_tokens(max(choice.best_gamma, 1))
-            verdict = "drafting pays" if choice.gamma else "not drafting"
-            reason = (
-                f"{verdict}: {expected:.2f} tokens expected per step at γ {max(choice.best_gamma, 1)},"
-                f" speed-up {choice.speedup:.2f}"
-            )
-        return {
-            "active": self._always or choice.gamma > 0,
-            "drafter": "ngram",
-            "gamma": self.max_gamma if self._always else choice.gamma,
-            "acceptance_rate": rate,
-            "predicted_speedup": choice.speedup or None,
-            "reason": reason,
-        }
+    def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in seqs]
+        self._probabilities = {}
+        self._count, self._drafting, self._stood = len(seqs), False, 0
+        offers = self.drafter.offers(seqs, [self._room(seq) for seq in seqs])
+        chosen = [i for i, n in enumerate(offers) if n > 0]
+        if not chosen or budget < 1:
+            return drafts
+        gamma = self._gamma([offers[i] for i in chosen])
+        counts: list[int] = []
+        for i in chosen:
+            counts.append(min(gamma, offers[i], budget))
+            budget -= counts[-1]
+        chosen, counts = [i for i, n in zip(chosen, counts, strict=True) if n], [n for n in counts if n]
+        if chosen:
+            found = self._draft([seqs[i] for i in chosen], counts)
+            for i, draft in zip(chosen, found, strict=True):
+                drafts[i] = draft
+        return drafts
 
-    def _offer(self, seq: Sequence) -> list[int]:
-        """The drafter's best offer for one sequence; never past the end of its answer."""
-        room = seq.request.sampling.max_tokens - seq.num_output_tokens - 1
-        count = min(self.max_gamma, room)
-        if count <= 0 or not seq.request.speculate:
-            return []
-        return self.drafter.propose(seq, count)
+    def observe(self, seq: Sequence, drafts: list[int], num_accepted: int) -> None:
+        self._acceptance.observe(len(drafts), num_accepted)
+        calibration = self._calibration(seq)
+        for i, p in enumerate(self._probabilities.get(seq, ())[: num_accepted + 1]):
+            calibration.observe(p, i < num_accepted)
+        self._stood += num_accepted
+        self._drafted += len(drafts)
+        self._accepted += num_accepted
 
-    def _gamma(self, lengths: list[int]) -> int:
+    def observe_step(self, num_tokens: int, seconds: float) -> None:
+        if self._drafting:
+            self._gain.observe(self._count, self._count + self._stood, seconds + self._cycle_seconds)
+            self._tell()
+        elif num_tokens:
+            self._gain.observe_plain(num_tokens, seconds)
+
+    # -- a cycle --------------------------------------------------------------------------------------------
+
+    def _room(self, seq: Sequence) -> int:
+        """Most tokens worth drafting: none past the end of the answer."""
+        if not seq.request.speculate:
+            return 0
+        return max(0, min(self.max_gamma, seq.request.sampling.max_tokens - seq.num_output_tokens - 1))
+
+    def _draft(self, seqs: list[Sequence], counts: list[int]) -> list[list[int]]:
+        self.drafter.catch_up(seqs)
+        started = time.perf_counter()
+        floor = 0.0 if self._always else self._floor(len(seqs))
+        judge = CycleJudge([self._calibration(seq) for seq in seqs], floor)
+        drafts = self.drafter.draft(seqs, counts, judge)
+        self._cycle_seconds = time.perf_counter() - started
+        self._drafting = True
+        self._probabilities = dict(zip(seqs, judge.probabilities, strict=True))
+        if judge.step_seconds:
+            self._times.observe(len(seqs), judge.step_seconds)
+        return drafts
+
+    def _calibration(self, seq: Sequence) -> Calibration:
+        return self._calibrations[seq.request.sampling.temperature > 0]
+
+    def _gamma(self, offers: list[int]) -> int:
+        """How many tokens this step drafts at most, 0 included; offers: of the sequences that have one."""
         if self._always:
             return self.max_gamma
-        choice = choose_gamma(self._acceptance, self._costs, lengths)
-        if self._gain.cycles(len(lengths)) >= _TRIES:
-            # What a step of this many rows costs depends on more than their number; here it has been seen.
-            choice = Choice(choice.gamma, self._gain.speedup(len(lengths)), choice.best_gamma)
-        if choice.gamma and choice.speedup >= _ADVANTAGE:
-            self._choice = choice
-            return choice.gamma
-        self._choice = Choice(0, choice.speedup, choice.best_gamma)
-        self._unprofitable += 1
-        return self._choice.best_gamma if self._unprofitable % _PROBE_EVERY == 0 else 0
-
-
-def make_speculator(
-    config: EngineConfig, costs: CostModel, runner: Runner
-) -> Speculator | FeatureSpeculator | None:
-    """The drafter that the settings name; without a name the model's own draft, else n-grams.
-
-    Raises ConfigError for a draft that does not exist or does not fit the model.
-    """
-    gamma = config.num_speculative_tokens or _DEFAULT_GAMMA
-    always = config.speculation == "always"
-    folder = None
-    if config.draft is None and config.model:
-        folder = own_draft(Path(config.model))
-    elif config.draft not in (None, "ngram"):
-        folder = Path(os.path.expanduser(config.draft))
-        if not folder.is_dir():
-            raise ConfigError(
-                f"--draft {config.draft}: there is no such folder; give a draft's, ngram or none"
-            )
-    if folder is None:
-        return Speculator(NgramDrafter(), costs, max_gamma=gamma, always=always)
-    if config.model and trained_for(folder) != fingerprint(Path(config.model)):
-        _log.warning(
-            "the draft %s was trained for other weights than %s: drafts will be rejected more often",
-            folder,
-            config.model,
+        count = self._count
+        rows = self._costs.predict(count)
+        self._choice = choose_gamma(
+            self._acceptance,
+            offers,
+            count=count,
+            plain_seconds=self._gain.plain_seconds(count),
+            step_seconds=self._times.seconds(len(offers)),
+            row_seconds=lambda more: self._costs.predict(count + more) - rows,
         )
-    draft = load_feature_draft(folder, runner.model)
-    draft.prepare()
-    cache = runner.cache
-    return FeatureSpeculator(
-        draft,
-        costs,
-        num_blocks=cache.num_blocks,
-        block_size=cache.block_size,
-        max_gamma=gamma,
-        always=always,
-        name=f"feature draft {folder.name}",
-    )
+        return self._choice.gamma if self._pays(count) else 0
+
+    def _pays(self, count: int) -> bool:
+        """Whether this step drafts, for `count` sequences; called once a step that could."""
+        if self._gain.plain_steps(count) < _PLAIN_STEPS:
+            return False
+        if self._gain.cycles(count) < _TRIES:
+            return True
+        if self._gain.speedup(count) >= _ADVANTAGE:
+            self._profitable += 1
+            return self._profitable % _PLAIN_EVERY >= _PLAIN_STEPS
+        self._unprofitable += 1
+        return self._unprofitable % _PROBE_EVERY < _PROBE_CYCLES
+
+    def _may_draft(self, count: int) -> bool:
+        """Whether one of the next steps may draft, so that it is worth while to be ready."""
+        if self._always or self._gain.cycles(count) < _TRIES or self._gain.speedup(count) >= _ADVANTAGE:
+            return True
+        return (self._unprofitable + 1) % _PROBE_EVERY < _PROBE_CYCLES
+
+    def _floor(self, count: int) -> float:
+        """The least chance to stand at which one more drafted token pays: its share of a drafting step and its row in
+        the verification, counted in tokens that the time would bring otherwise."""
+        if not self.drafter.step_share:
+            return 0.0
+        plain = self._gain.plain_seconds(count)
+        rate = count / plain * max(1.0, self._gain.speedup(count))
+        rows = count * 3
+        more = self._costs.predict(rows + count) - self._costs.predict(rows)
+        return min(0.9, rate * (self._times.seconds(count) + more) / count)
+
+    # -- why ------------------------------------------------------------------------------------------------
+
+    def _judgement(self) -> tuple[str, str]:
+        """(always | measuring | pays | too slow, the same in a sentence)"""
+        count, gain = self._count, self._gain
+        tried = gain.cycles(count)
+        if self._always:
+            return "always", f"always on, γ {self.max_gamma}"
+        if tried < _TRIES:
+            return "measuring", f"still measuring: {tried} of {_TRIES} cycles with {count} running"
+        speedup = gain.speedup(count)
+        verdict = "pays" if speedup >= _ADVANTAGE else "too slow"
+        words = "drafting pays" if verdict == "pays" else "not drafting"
+        rate = f"{self._accepted / self._drafted:.0%} of the drafts stand, " if self._drafted else ""
+        return verdict, (
+            f"{words}: {rate}{gain.tokens_per_cycle(count):.2f} tokens per cycle with {count} running,"
+            f" {gain.pays_above(count):.2f} would break even; measured speed-up {speedup:.2f}"
+        )
+
+    def _tell(self) -> None:
+        """Logs a verdict when it changes: that a draft of the user's own is turned off is a warning."""
+        verdict, reason = self._judgement()
+        if verdict != self._verdict:
+            self._verdict = verdict
+            off = verdict == "too slow" and self.drafter.step_share > 0
+            _log.log(logging.WARNING if off else logging.INFO, "%s: %s", self.drafter.name, reason)
+
+    def describe(self) -> dict[str, Any]:
+        count = self._count
+        verdict, reason = self._judgement()
+        tried = self._gain.cycles(count)
+        drafting = verdict != "too slow"
+        plain = self._gain.plain_seconds(count)
+        return {
+            "active": drafting and (tried > 0 or self._always),
+            "drafter": self.drafter.name,
+            "verdict": verdict,
+            "gamma": 0 if not drafting else self.max_gamma if self._always else self._choice.gamma,
+            "acceptance_rate": self._accepted / self._drafted if self._drafted else None,
+            "acceptance_per_position": [round(rate, 4) for rate in self._acceptance.rates()],
+            "tokens_per_cycle": self._gain.tokens_per_cycle(count) if tried else None,
+            "pays_above": self._gain.pays_above(count) if tried else None,
+            "draft_cost": self._times.seconds(count) / plain,
+            "predicted_speedup": self._choice.speedup or None,
+            "speedup": self._gain.speedup(count) if tried else None,
+            "reason": reason,
+        }

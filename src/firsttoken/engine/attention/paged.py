@@ -131,7 +131,7 @@ class PagedAttention:
             rows = min(_BLOCK_ROWS, n - start)
             seen = context - n + start + rows
             block = heads[:, :, start : start + rows].reshape(kv_heads, group * rows, dim)
-            scores = torch.bmm(block, k[:, :seen].transpose(1, 2))
+            scores = torch.bmm(block, k[:, :seen].contiguous().transpose(1, 2))  # see attention.short
             scores.view(kv_heads, group, rows, seen)[..., seen - rows :] += hidden[:rows, :rows]
             mixed = torch.bmm(scores.softmax(-1), v[:, :seen])
             out[start : start + rows] = mixed.view(kv_heads, group, rows, dim).permute(2, 0, 1, 3)
