@@ -41,7 +41,7 @@ BACKLOG = 2048
 RESTART_PAUSE_S = 1.0
 CONSOLE_RESTART_S = 10.0
 """A console that ended is started again so long after its last start: one that can't start doesn't spin."""
-CONSOLE_STOP_S = 5.0
+CONSOLE_STOP_S = 3.0
 KILL_AFTER_S = 10.0
 """How long after the drain time a worker that hangs is killed."""
 

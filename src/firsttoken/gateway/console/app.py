@@ -67,6 +67,6 @@ def make_app(console: Console) -> Guard:
         favicon=STATIC / "icon.svg",
         tailwind=False,
         show_welcome_message=False,
-        reconnect_timeout=10.0,
+        reconnect_timeout=5.0,
     )
     return Guard(app, console.sessions)

@@ -31,8 +31,7 @@ async def new_key(view: View) -> bool:
             made.update(await view.api.change("POST", "keys", values))
 
         parts.dialog_buttons(view, dialog, save, view.text("keys.create"))
-    await dialog
-    dialog.delete()
+    await parts.answered(dialog)
     if made:
         await show_secret(view, made.pop("secret"), made["name"])
     return bool(made)
@@ -48,9 +47,7 @@ async def edit_key(view: View, key: dict[str, Any]) -> bool:
             await view.api.change("PATCH", f"keys/{segment(key['id'])}", read())
 
         parts.dialog_buttons(view, dialog, save, view.text("frame.save"))
-    changed = bool(await dialog)
-    dialog.delete()
-    return changed
+    return await parts.answered(dialog)
 
 
 def _key_fields(view: View, plans: list[str], key: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -114,9 +111,7 @@ async def edit_plan(view: View, plan: dict[str, Any] | None) -> bool:
                 await view.api.change("POST", "plans", values)
 
         parts.dialog_buttons(view, dialog, save, text("frame.save" if plan else "plans.create"))
-    changed = bool(await dialog)
-    dialog.delete()
-    return changed
+    return await parts.answered(dialog)
 
 
 async def show_secret(view: View, secret: str, name: str) -> None:
@@ -134,9 +129,7 @@ async def show_secret(view: View, secret: str, name: str) -> None:
                 js_handler=f"() => navigator.clipboard?.writeText(getHtmlElement({shown.id}).innerText)",
             )
             ui.button(text("keys.kept"), on_click=dialog.close).props("unelevated no-caps")
-    await dialog
-    shown.text = ""
-    dialog.delete()
+    await parts.answered(dialog)
 
 
 def _list(words: str | None) -> list[str] | None:

@@ -96,9 +96,11 @@ def header(scope: Scope, name: bytes) -> str:
 def same_origin(scope: Scope) -> bool:
     """Whether the page that sends this is ours. Browsers name the origin of every POST and WebSocket."""
     origin = header(scope, b"origin")
-    if not origin:
+    try:
+        host = urlsplit(origin).netloc
+    except ValueError:
         return False
-    return urlsplit(origin).netloc.lower() == header(scope, b"host").lower()
+    return bool(host) and host.lower() == header(scope, b"host").lower()
 
 
 def secure(scope: Scope) -> bool:

@@ -212,9 +212,15 @@ async def confirm(view: View, question: str, button: str) -> bool:
             ui.button(button, on_click=lambda: dialog.submit(True), color="negative").props(
                 "unelevated no-caps"
             )
-    answer = await dialog
-    dialog.delete()
-    return bool(answer)
+    return await answered(dialog)
+
+
+async def answered(dialog: ui.dialog) -> bool:
+    """Waits for a dialog's end and takes it from the page; says whether it was agreed to."""
+    agreed = bool(await dialog)
+    if not dialog.is_deleted:  # else the whole page is gone
+        dialog.delete()
+    return agreed
 
 
 def dialog_buttons(view: View, dialog: ui.dialog, save: Callable[[], Awaitable[None]], words: str) -> None:

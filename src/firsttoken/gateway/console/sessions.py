@@ -22,8 +22,6 @@ SESSIONS_MAX = 1000
 
 ATTEMPTS = 8
 """Failed attempts that an address may make within `WINDOW_S`."""
-ATTEMPTS_ALL = 100
-"""And everybody together: many addresses don't make guessing faster."""
 WINDOW_S = 300.0
 ADDRESSES_MAX = 10_000
 
@@ -91,41 +89,32 @@ class Sessions:
 
 
 class Attempts:
-    """Failed sign-ins of the last minutes, by address. An attempt counts as failed until it has succeeded."""
+    """Failed sign-ins of the last minutes, by address. An attempt counts as failed until it has succeeded.
+
+    Keys of 256 random bits can't be guessed, so there is no limit on all addresses together: with one, anybody
+    could keep the owner out.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.by_address: OrderedDict[str, list[float]] = OrderedDict()
-        self.all: list[float] = []
 
     def wait(self, address: str) -> float:
         """Seconds until this address may try again; 0: now."""
         since = self.clock() - WINDOW_S
-        self.all = [at for at in self.all if at > since]
-        own = self.by_address[address] = [at for at in self.by_address.pop(address, []) if at > since]
-        if not own:
-            del self.by_address[address]
-        waits = [
-            times[-limit] - since
-            for times, limit in ((own, ATTEMPTS), (self.all, ATTEMPTS_ALL))
-            if len(times) >= limit
-        ]
-        return max(waits, default=0.0)
+        recent = [at for at in self.by_address.pop(address, []) if at > since]
+        if recent:
+            self.by_address[address] = recent
+        return recent[-ATTEMPTS] - since if len(recent) >= ATTEMPTS else 0.0
 
-    def failed(self, address: str) -> None:
-        now = self.clock()
-        self.by_address.setdefault(address, []).append(now)
-        self.all.append(now)
+    def begin(self, address: str) -> None:
+        """Before the key is judged, so that attempts at the same time don't slip under the limit."""
+        self.by_address.setdefault(address, []).append(self.clock())
         if len(self.by_address) > ADDRESSES_MAX:
             self.by_address.popitem(last=False)
 
     def succeeded(self, address: str) -> None:
-        """Takes the last attempt of this address back: it was counted before it was judged."""
-        own = self.by_address.get(address)
-        if own:
-            at = own.pop()
-            if at in self.all:
-                self.all.remove(at)
+        self.by_address.pop(address, None)
 
 
 def _digest(name: str) -> str:

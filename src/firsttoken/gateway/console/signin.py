@@ -73,8 +73,7 @@ def register(app: FastAPI, gateway: Gateway, sessions: Sessions, attempts: Attem
             refusal.headers["Retry-After"] = str(math.ceil(wait))
             return refusal
         key = (await _form(request)).get("key", "").strip()
-        # Counted before it is judged, so that attempts at the same time don't slip under the limit.
-        attempts.failed(address)
+        attempts.begin(address)
         if not key.isascii() or not key.isprintable() or not key:
             return _page(request, text("sign_in.wrong"), 403)
         try:

@@ -60,9 +60,10 @@ async def build(view: View) -> None:
         try:
             done = await asyncio.gather(*running, return_exceptions=True)
         finally:
-            for task in running:
-                task.cancel()
+            end()
             running.clear()
+        if panes_at.is_deleted:  # the page was closed meanwhile
+            return
         send.visible, stop.visible = True, False
         for outcome in done:
             if isinstance(outcome, SignedOut):
@@ -148,9 +149,10 @@ class Pane:
             problem = str(refusal)
         except asyncio.CancelledError:
             problem = text("chat.stopped")
-        finally:
-            self._draw(shown, measured, answer)
-            shown.classes(remove="waiting")
+        if self.box.is_deleted:
+            return
+        self._draw(shown, measured, answer)
+        shown.classes(remove="waiting")
         if problem:
             with self.talk:
                 ui.label(problem).classes("problem").props("role=alert")

@@ -141,9 +141,7 @@ async def _ask_for_alias(view: View, models: list[dict[str, Any]]) -> bool:
             await view.api.change("PUT", path, {"target": target.value})
 
         parts.dialog_buttons(view, dialog, save, text("models.new_alias"))
-    made = bool(await dialog)
-    dialog.delete()
-    return made
+    return await parts.answered(dialog)
 
 
 def _models(view: View, live: dict[str, Any], refresh: Refresh) -> None:
@@ -199,6 +197,4 @@ async def _ask_for_price(view: View, live: dict[str, Any]) -> bool:
         model.on_value_change(show)
         show()
         parts.dialog_buttons(view, dialog, save, text("frame.save"))
-    changed = bool(await dialog)
-    dialog.delete()
-    return changed
+    return await parts.answered(dialog)
