@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from firsttoken import models
 from firsttoken.engine.config import ConfigError
 from firsttoken.engine.model.checkpoint import read_json, tensor_index, weight_files
 from firsttoken.speculate.draft_folder import FEATURE_ARCHITECTURE
+from firsttoken.speculate.same_tokenizer import first_difference, token_ids
 
 
 @dataclass(frozen=True)
@@ -61,38 +61,17 @@ def _tokenizers(model: Path, draft: Path, *, shares: bool) -> Finding:
         if shares:
             return Finding("ok", "tokenizer: the model's own")
         return Finding("warning", "tokenizer: the draft has none to compare; it must be the model's own")
-    a, b = _tokens(model / "tokenizer.json"), _tokens(theirs)
-    # By the model's ids, then by the draft's: the finding must not depend on the order of a set.
-    for token in sorted({*a, *b}, key=lambda t: (a.get(t, 1 << 60), b.get(t, 1 << 60), t)):
-        if a.get(token) != b.get(token):
-            return Finding(
-                "error",
-                f"tokenizer: token {token!r} is {_id(a.get(token))} in the model and {_id(b.get(token))} in the draft",
-            )
-    return Finding("ok", f"tokenizer: the same {len(a):,} tokens")
-
-
-def _tokens(file: Path) -> dict[str, int]:
-    """Every token's id, the added ones included."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-        vocab = raw["model"]["vocab"]
-        tokens = dict(vocab) if isinstance(vocab, dict) else {t[0]: i for i, t in enumerate(vocab)}
-        tokens.update({t["content"]: t["id"] for t in raw.get("added_tokens") or []})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} can't be read as a tokenizer ({error}): fetch it again") from None
-    return tokens
-
-
-def _id(value: int | None) -> str:
-    return "missing" if value is None else f"id {value}"
+    tokens = token_ids(model / "tokenizer.json")
+    if difference := first_difference(tokens, token_ids(theirs)):
+        return Finding("error", f"tokenizer: {difference}")
+    return Finding("ok", f"tokenizer: the same {len(tokens):,} tokens")
 
 
 def _vocabulary(model: Path, m: dict[str, Any], d: dict[str, Any]) -> Finding:
     ours, theirs = int(m.get("vocab_size") or 0), int(d.get("vocab_size") or 0)
     if ours == theirs:
         return Finding("ok", f"vocabulary: {ours:,} rows in both")
-    last = max(_tokens(model / "tokenizer.json").values())
+    last = max(token_ids(model / "tokenizer.json").values())
     if theirs <= last:
         return Finding(
             "error", f"vocabulary: {theirs:,} rows in the draft, but the tokenizer's ids go up to {last:,}"
