@@ -82,6 +82,8 @@ def _key_fields(view: View, plans: list[str], key: dict[str, Any]) -> Callable[[
 async def edit_plan(view: View, plan: dict[str, Any] | None) -> bool:
     """Makes a plan, or changes `plan`; says whether."""
     text, old = view.text, plan or {}
+    live = await view.api.get("models")
+    names = {up["name"] for up in live["upstreams"]} | ({old["upstream"]} if old.get("upstream") else set())
     with ui.dialog() as dialog, ui.card().classes("dialog"):
         ui.label(text("plans.edit" if plan else "plans.create")).classes("dialog-title")
         name = parts.field(text("table.name"), old.get("name", "")).props("autofocus maxlength=100")
@@ -95,14 +97,16 @@ async def edit_plan(view: View, plan: dict[str, Any] | None) -> bool:
         models = parts.field(
             text("table.models"), ", ".join(old.get("models") or []), text("keys.models_hint")
         )
-        upstream = parts.field(text("plans.upstream"), old.get("upstream") or "", text("plans.upstream_hint"))
+        anywhere = {"": text("plans.any_upstream")}
+        upstreams = anywhere | {name: name for name in sorted(names)}
+        upstream = parts.select(text("plans.upstream"), upstreams, old.get("upstream") or "")
 
         async def save() -> None:
             values = {
                 "name": (name.value or "").strip(),
                 "priority": priority.value,
                 "models": _list(models.value),
-                "upstream": (upstream.value or "").strip() or None,
+                "upstream": upstream.value or None,
                 **{quota: _whole(made.value) for quota, made in quotas.items()},
             }
             if plan:

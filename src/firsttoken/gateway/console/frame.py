@@ -167,7 +167,7 @@ def _settings(view: View) -> None:
             ui.menu(),
         ):
             for theme in THEMES:
-                ui.menu_item(view.text(f"frame.theme_{theme}"), _preference("theme", theme)).classes(
+                ui.menu_item(view.text(f"theme.{theme}"), _preference("theme", theme)).classes(
                     "chosen" if theme == view.preferences.theme else ""
                 )
         with (

@@ -16,7 +16,7 @@ from firsttoken.gateway.console.pages.keys import state
 from firsttoken.gateway.console.pages.overview import outcomes
 from firsttoken.gateway.console.parts import SPANS
 
-REFRESH_S = 5.0
+REFRESH_S = 10.0
 
 
 async def build(view: View) -> None:

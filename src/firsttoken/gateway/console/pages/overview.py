@@ -15,7 +15,7 @@ from firsttoken.gateway.console.parts import SPANS, Column
 
 NOW_S = 300.0
 """What counts as now."""
-REFRESH_S = 5.0
+REFRESH_S = 10.0
 SHARES = (("p50", charts.TEAL), ("p95", charts.AMBER), ("p99", charts.ROSE))
 
 
