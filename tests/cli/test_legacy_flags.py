@@ -20,6 +20,7 @@ CONFIG = json.dumps({"method": "draft_model", "model": "some/draft", "num_specul
             "--speculative_model=some/draft --num-speculative-tokens 5",
             "--draft some/draft --num-speculative-tokens 5",
         ),
+        ("--speculative-model [ngram]", "--draft ngram"),
         ("--swap-space 4 --port 80", "--port 80"),
         ("--swap-space=4 --port 80", "--port 80"),
         ("--enforce-eager --port 80", "--port 80"),
@@ -54,6 +55,10 @@ def test_speculative_config_as_json(flag):
             ["--speculative-config", '{"rejection_sample_method": "block"}'],
             "rejection_sample_method has no counterpart",
         ),
+        (["--speculative-config", '{"method": "ngram", "prompt_lookup_max": 4}'], "prompt_lookup_max has no"),
+        (["--speculative-config.prompt_lookup_min", "2"], "prompt_lookup_min has no"),
+        (["--speculative-config", '{"method": "ngram", "model": "a/b"}'], "method ngram uses no model"),
+        (["--speculative-config", '{"method": "eagle3"}'], "method eagle3 needs a model"),
         (["--speculative-model"], "--speculative-model needs a value"),
     ],
 )
@@ -66,7 +71,7 @@ def test_refused_with_what_to_do_instead(pasted, complaint):
 def test_every_translation_is_said(capsys):
     translate(["--speculative-model", "x", "--swap-space", "4", "-tp", "1"])
     assert capsys.readouterr().err.splitlines() == [
-        "note: --speculative-model is --draft here",
+        "note: --speculative-model is --draft x here",
         "note: --swap-space has no effect: nothing is swapped: a preempted request is computed again",
         "note: -tp is not needed here",
     ]

@@ -195,6 +195,7 @@ def test_an_oracle_is_accepted_and_garbage_is_not():
     assert (last.num_drafts, last.num_draft_tokens, last.num_accepted_tokens) == (4, 20, 20)
     stats = engine.stats()
     assert stats["draft_tokens_per_pos"] == stats["accepted_tokens_per_pos"] == [4] * 5
+    assert stats["emitted_tokens_per_pos"] == [4] * 6
 
     engine = tiny_engine(speculator=make_speculator("garbage", {}, 5))
     engine.add_request(request)

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from firsttoken.backends.base import EngineStats
+from firsttoken.observe.prometheus import ServerMetrics
+
 from .running import Running, running
 
 
@@ -69,3 +72,39 @@ def test_names(server: Running) -> None:
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="scripted",position="1"} 1.0'
         in text
     )
+
+
+def test_speculation_by_position_and_why() -> None:
+    stats = EngineStats(
+        num_drafts=10,
+        num_draft_tokens=25,
+        num_accepted_tokens=15,
+        draft_tokens_per_pos=[10, 10, 5],
+        accepted_tokens_per_pos=[9, 5, 1],
+        emitted_tokens_per_pos=[10, 9, 5, 1],
+        speculation={
+            "active": False,
+            "drafter": "separate draft raw",
+            "verdict": "too slow",
+            "gamma": 0,
+            "speedup": 0.5,
+            "predicted_speedup": None,
+        },
+    )
+    text = ServerMetrics("m", lambda: stats, lambda: True).render().decode()
+    got = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("engine", "model_name")}
+            got[sample.name, *labels.values()] = sample.value
+    accepted = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    drafted = "firsttoken:spec_decode_num_draft_tokens_per_pos_total"
+    emitted = "firsttoken:spec_decode_num_emitted_tokens_per_pos_total"
+    assert [got[accepted, str(i)] for i in range(3)] == [9, 5, 1]
+    assert [got[drafted, str(i)] for i in range(3)] == [10, 10, 5]
+    assert [got[emitted, str(i)] for i in range(4)] == [10, 9, 5, 1]
+    assert got["firsttoken:spec_decode_acceptance_rate",] == pytest.approx(0.6)
+    assert got["firsttoken:spec_decode_acceptance_length",] == pytest.approx(2.5)
+    assert got["firsttoken:spec_decode_state", "separate draft raw", "too slow"] == 0
+    assert got["firsttoken:spec_decode_speedup",] == 0.5
+    assert ("firsttoken:spec_decode_predicted_speedup",) not in got, "no value instead of zero"

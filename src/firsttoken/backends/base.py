@@ -58,6 +58,8 @@ class EngineStats:
     num_accepted_tokens: int = 0
     draft_tokens_per_pos: list[int] = field(default_factory=list)
     accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    emitted_tokens_per_pos: list[int] = field(default_factory=list)
+    """By steps that verified a draft: the accepted drafts and the token behind them, up to the answer's end."""
     finished: dict[str, int] = field(default_factory=dict)
     """Requests ended, by finish reason."""
     step_seconds: float = 0.0

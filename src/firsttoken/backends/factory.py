@@ -19,6 +19,4 @@ def create_engine(config: EngineConfig, on_progress: Callable[[str, float], None
         torch.set_num_threads(config.num_threads or available_cores())
     except (RuntimeError, ValueError) as e:
         raise ConfigError(f"--num-threads {config.num_threads}: {e}") from None
-    return Engine(
-        config, make_speculator=make_speculator, draft_memory=draft_memory, on_progress=on_progress
-    )
+    return Engine(config, make_speculator=make_speculator, draft_memory=draft_memory, on_progress=on_progress)

@@ -56,30 +56,49 @@ def speculative_config(text: str) -> list[str]:
             raise ValueError("not an object")
     except ValueError as error:
         raise ConfigError(f"--speculative-config is not a JSON object ({error})") from None
+    method, model = config.get("method"), config.get("model")
+    if model is not None and method in NGRAM_METHODS and model not in (*NGRAM_METHODS, "[ngram]"):
+        raise ConfigError(
+            f"--speculative-config: method {method} uses no model; remove model {model!r}, or the method"
+        )
+    if method in MODEL_METHODS and model is None:
+        raise ConfigError(f"--speculative-config: method {method} needs a model: a draft's folder")
     arguments: list[str] = []
     for key, value in config.items():
         arguments += speculative_key(key, str(value))
     return arguments
 
 
+NGRAM_METHODS = ("ngram", "ngram_gpu", "suffix")
+MODEL_METHODS = ("draft_model", "eagle", "eagle3")
+
+
 def speculative_key(key: str, value: str) -> list[str]:
     if key == "num_speculative_tokens":
         return ["--num-speculative-tokens", value]
     if key == "model":
-        return ["--draft", value]
+        return speculative_model(value)
     if key == "method":
         return speculative_method(value)
     if key in ("draft_tensor_parallel_size", "tensor_parallel_size") and value == "1":
         return []
+    if key in ("prompt_lookup_max", "prompt_lookup_min"):
+        raise ConfigError(
+            f"--speculative-config: {key} has no counterpart here: the longest match is always taken; remove it"
+        )
     raise ConfigError(
         f"--speculative-config: {key} has no counterpart here; give --draft, --num-speculative-tokens and --speculation"
     )
 
 
+def speculative_model(value: str) -> list[str]:
+    return ["--draft", "ngram" if value in (*NGRAM_METHODS, "[ngram]") else value]
+
+
 def speculative_method(method: str) -> list[str]:
-    if method in ("ngram", "ngram_gpu", "suffix"):
+    if method in NGRAM_METHODS:
         return ["--draft", "ngram"]
-    if method in ("draft_model", "eagle", "eagle3"):
+    if method in MODEL_METHODS:
         return []  # the kind of a draft stands in its own folder
     raise ConfigError(
         f"speculative method {method!r} is not built: use --draft ngram, or --draft with a draft's folder"
@@ -101,7 +120,7 @@ LOSSLESS = "speculation here is always exact, there is nothing to relax; remove 
 
 TABLE: dict[str, Renamed | Dropped | Refused | Rewritten] = {
     # gone from vLLM
-    "--speculative-model": Renamed("--draft"),
+    "--speculative-model": Rewritten(speculative_model),
     "--speculative-draft-tensor-parallel-size": only_one("--speculative-draft-tensor-parallel-size"),
     "--speculative-disable-by-batch-size": Dropped(
         "speculation is switched off by measured cost at every load level (--speculation auto)"
@@ -122,7 +141,7 @@ TABLE: dict[str, Renamed | Dropped | Refused | Rewritten] = {
     # alive in vLLM
     "--speculative-config": Rewritten(speculative_config),
     "-sc": Rewritten(speculative_config),
-    "--spec-model": Renamed("--draft"),
+    "--spec-model": Rewritten(speculative_model),
     "--spec-tokens": Renamed("--num-speculative-tokens"),
     "--spec-method": Rewritten(speculative_method),
     "--tensor-parallel-size": only_one("--tensor-parallel-size"),

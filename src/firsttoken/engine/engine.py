@@ -138,6 +138,7 @@ class Engine:
             "num_accepted_tokens": 0,
             "draft_tokens_per_pos": [],
             "accepted_tokens_per_pos": [],
+            "emitted_tokens_per_pos": [],
             "finished": {},
             "step_seconds": 0.0,
         }
@@ -246,7 +247,7 @@ class Engine:
         tokens, finish = self._truncate(seq, result.tokens)
         accepted = len(result.tokens) - 1
         if item.drafts:
-            self._count_drafts(seq, item.drafts, accepted)
+            self._count_drafts(seq, item.drafts, accepted, len(tokens))
         first = seq.num_output_tokens == 0
         seq.token_ids += tokens
         seq.num_computed_tokens = self._end_of_computed(item, result, start)
@@ -290,7 +291,7 @@ class Engine:
                 return tokens[: i + 1], "length"
         return tokens, None
 
-    def _count_drafts(self, seq: Sequence, drafts: list[int], accepted: int) -> None:
+    def _count_drafts(self, seq: Sequence, drafts: list[int], accepted: int, emitted: int) -> None:
         seq.num_drafts += 1
         seq.num_draft_tokens += len(drafts)
         seq.num_accepted_tokens += accepted
@@ -298,7 +299,11 @@ class Engine:
         c["num_drafts"] += 1
         c["num_draft_tokens"] += len(drafts)
         c["num_accepted_tokens"] += accepted
-        for counts, n in (("draft_tokens_per_pos", len(drafts)), ("accepted_tokens_per_pos", accepted)):
+        for counts, n in (
+            ("draft_tokens_per_pos", len(drafts)),
+            ("accepted_tokens_per_pos", accepted),
+            ("emitted_tokens_per_pos", emitted),
+        ):
             per_pos = c[counts]
             per_pos.extend([0] * (n - len(per_pos)))
             for i in range(n):
@@ -452,5 +457,5 @@ class Engine:
             "num_preemptions": self.scheduler.num_preemptions,
             "speculation": self.speculator.describe()
             if self.speculator
-            else {"active": False, "gamma": 0, "reason": "speculation is off"},
+            else {"active": False, "gamma": 0, "verdict": "off", "reason": "speculation is off"},
         }

@@ -167,16 +167,66 @@ class _Engine(Collector):
         yield self._counter(
             "vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", s.num_accepted_tokens
         )
-        positions = {str(i): count for i, count in enumerate(s.accepted_tokens_per_pos)}
+        accepted = s.accepted_tokens_per_pos
         yield self._counters(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted, by place in the draft.",
             "position",
-            positions,
+            {str(i): count for i, count in enumerate(accepted)},
         )
+        yield self._counters(
+            "firsttoken:spec_decode_num_draft_tokens_per_pos",
+            "Drafted, by place in the draft.",
+            "position",
+            {str(i): count for i, count in enumerate(s.draft_tokens_per_pos)},
+        )
+        yield self._counters(
+            "firsttoken:spec_decode_num_emitted_tokens_per_pos",
+            "Given out by steps that verified a draft, by place in the step: accepted drafts and the token behind them,"
+            " up to the answer's end.",
+            "position",
+            {str(i): count for i, count in enumerate(s.emitted_tokens_per_pos)},
+        )
+        yield from self._speculation(s)
         yield self._counters(
             "vllm:request_success", "Answers ended, by reason.", "finished_reason", self._finished
         )
+
+    def _speculation(self, s: EngineStats) -> Iterator[Metric]:
+        """Whether drafts are made, and the figures that decide it; none of those that are not known yet."""
+        told = s.speculation
+        if s.num_draft_tokens:
+            yield self._gauge(
+                "firsttoken:spec_decode_acceptance_rate",
+                "Accepted over drafted tokens, since the start.",
+                s.num_accepted_tokens / s.num_draft_tokens,
+            )
+            yield self._gauge(
+                "firsttoken:spec_decode_acceptance_length",
+                "Tokens per step that verified a draft, the one behind the drafts included, since the start.",
+                1 + s.num_accepted_tokens / s.num_drafts,
+            )
+        for key, help in (
+            ("gamma", "Tokens drafted at most in a step; 0: none."),
+            ("speedup", "Measured tokens per second over those of plain steps, at the present load."),
+            (
+                "predicted_speedup",
+                "The same, predicted of acceptance per position and costs, at the best gamma.",
+            ),
+            ("tokens_per_cycle", "Tokens per drafting step and sequence, at the present load."),
+            ("pays_above", "Tokens per cycle at which drafting breaks even."),
+            ("draft_cost", "A drafted token's time over that of a plain step."),
+        ):
+            if isinstance(value := told.get(key), int | float):
+                yield self._gauge(f"firsttoken:spec_decode_{key}", help, value)
+        metric = GaugeMetricFamily(
+            "firsttoken:spec_decode_state",
+            "1: drafts are made; 0: not. verdict says why: always, measuring, pays, too slow or off.",
+            labels=[*self._labels, "drafter", "verdict"],
+        )
+        words = [str(told.get("drafter") or "none"), str(told.get("verdict") or "off")]
+        metric.add_metric([*self._labels.values(), *words], float(bool(told.get("active"))))
+        yield metric
 
     def _gauge(self, name: str, help: str, value: float) -> Metric:
         metric = GaugeMetricFamily(name, help, labels=list(self._labels))
