@@ -78,6 +78,8 @@ def test_the_session_is_a_cookie_that_only_the_server_reads(program: ConsoleProg
     assert len(answer.cookie.partition("=")[2]) >= 43
     assert program.admin not in str(answer.headers)
     assert ask(program, "GET", "/keys", Cookie=answer.cookie).status == 200
+    among_others = f'theirs={{"a": [1, "b"]}}; x; =; {answer.cookie}; firsttoken-console=y'
+    assert ask(program, "GET", "/keys", Cookie=among_others).status == 200
     assert sign_in(program).cookie != answer.cookie
 
 

@@ -53,6 +53,7 @@ def test_names_are_random_and_kept_as_digests_only() -> None:
     assert len(names) == 50
     assert not names & set(sessions.by_digest)
     assert sessions.find(next(iter(names))[:-1]) is None
+    assert "ft-secret" not in repr(sessions.start("ft-secret", "ada"))
     assert sessions.find("") is None
     assert sessions.find(None) is None
 

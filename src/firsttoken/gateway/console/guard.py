@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -114,11 +113,12 @@ def prefix(scope: Scope) -> str:
 
 
 def cookie(scope: Scope, name: str) -> str | None:
-    try:
-        jar = SimpleCookie(header(scope, b"cookie"))
-    except CookieError:
-        return None
-    return jar[name].value if name in jar else None
+    """Its value. Other programs on this host set cookies too, some of them in no proper form: each stands alone."""
+    for part in header(scope, b"cookie").split(";"):
+        known, _, value = part.strip().partition("=")
+        if known == name:
+            return value
+    return None
 
 
 def cookie_name(scope: Scope) -> str:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 IDLE_S = 2 * 3600.0
 """A session ends when nobody has opened a page or pressed a button for so long."""
@@ -28,11 +28,11 @@ ADDRESSES_MAX = 10_000
 
 @dataclass(slots=True)
 class Session:
-    key: str
+    key: str = field(repr=False)
     """The admin key itself; it never leaves this process except to the gateway."""
     owner: str
     """The name of that key."""
-    token: str
+    token: str = field(repr=False)
     """Against forged forms (CSRF): each form that changes something carries it."""
     digest: str
     started: float
