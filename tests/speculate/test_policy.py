@@ -38,6 +38,14 @@ def test_the_gain_is_tokens_per_second_over_plain_steps():
     assert gain.speedup(4) == 1, "other batch sizes are measured for themselves"
 
 
+def test_a_cycle_is_never_taken_to_be_faster_than_a_plain_step():
+    gain = MeasuredGain(CostModel([(1, 0.010)]))
+    for _ in range(5):
+        gain.observe_plain(1, 0.050)  # the machine was busy with something else
+        gain.observe(1, 1, 0.014)
+    assert gain.speedup(1) == 1
+
+
 def test_the_gain_follows_a_text_that_changes():
     gain = MeasuredGain(CostModel([(1, 0.010)]))
     for _ in range(100):

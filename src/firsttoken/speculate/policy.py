@@ -151,9 +151,12 @@ class MeasuredGain:
     long sequences cost more than 24 rows of one short prompt, and drafting would be judged by the difference.
     """
 
-    def __init__(self, costs: CostModel) -> None:
-        """costs: what a plain step is taken to cost until one has been seen."""
+    def __init__(self, costs: CostModel, step_share: float = 0.0) -> None:
+        """costs: what a plain step is taken to cost until one has been seen. step_share: what a drafting step should
+        take of one."""
         self._costs = costs
+        self._least_cycle = 1 + step_share / 2
+        """Of plain steps: no cycle is taken to be shorter."""
         self._cycles: dict[int, tuple[int, float, float]] = {}
         """Cycles seen; running means of tokens and of seconds in one sequence's part of a cycle."""
         self._plain: dict[int, tuple[int, float]] = {}
@@ -193,9 +196,15 @@ class MeasuredGain:
         return self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))[1]
 
     def speedup(self, count: int) -> float:
-        """Over plain steps of `count` sequences; 1 while nothing has been seen."""
+        """Over plain steps of `count` sequences; 1 while nothing has been seen.
+
+        Bounded by what the cycle's tokens can bring at all: a machine that was busy during the plain steps alone must
+        not make a draft look good.
+        """
         seen, tokens, seconds = self._cycles.get((count - 1).bit_length(), (0, 1.0, 0.0))
-        return tokens / seconds * self.plain_seconds(count) / count if seen and seconds > 0 else 1.0
+        if not seen or seconds <= 0:
+            return 1.0
+        return min(tokens / self._least_cycle, tokens / seconds * self.plain_seconds(count) / count)
 
     def pays_above(self, count: int) -> float:
         """Tokens per cycle at which drafting would break even, at the measured times."""

@@ -77,7 +77,7 @@ class Speculator:
         self._acceptance = Acceptance(self.max_gamma)
         self._calibrations = (Calibration(), Calibration())
         """Of greedy and of sampled sequences."""
-        self._gain = MeasuredGain(costs)
+        self._gain = MeasuredGain(costs, drafter.step_share)
         self._times = StepTimes(drafter.step_share, costs)
         self._probabilities: dict[Sequence, list[float]] = {}
         """The drafter's own, of what it drafted for the step that runs now."""
