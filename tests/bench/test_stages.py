@@ -234,7 +234,7 @@ async def test_the_raw_draft_has_rows_of_its_own_and_leaves_the_others_alone(
     assert raw == [("3r γ5", 1), ("3r γ8", 1), ("3r auto", 1)]
     assert [row.invalid for row in report.rows] == [None] * 13
     assert rows["3r γ5", 1].acceptance is not None
-    assert "one trial of 2 requests" in rows["3r γ8", 1].note
+    assert "one trial of one request" in rows["3r γ8", 1].note
     assert rows["3r auto", 1].note.startswith("drafts are accepted too rarely to pay")
     drafts = {
         (t.stage, t.settings["draft"], t.settings["num_speculative_tokens"])

@@ -289,8 +289,8 @@ def _note(stage: Stage, concurrency: int, valid: list[TrialResult]) -> str:
     parts = []
     if stage.speculation == "auto" and valid:
         parts.append(speculation_reason(valid[-1]))
-    if stage.raw and len(valid) == 1:
-        parts.append(f"one trial of {len(valid[0].records)} requests; --raw-draft full repeats it")
+    if stage.raw and sum(len(result.records) for result in valid) == 1:
+        parts.append("one trial of one request; --raw-draft full measures it as the stages are")
     return "; ".join(filter(None, parts))
 
 

@@ -50,7 +50,7 @@ class Plan:
     server: str = ""
     """The address, or the flags, of the server: part of what must be equal to resume."""
     raw_draft: Literal["off", "short", "full"] = "off"
-    """Rows of the model's untrained first layers as a draft: none, one short trial each, or as all other stages."""
+    """Rows of the model's untrained first layers as a draft: none, one trial of one request, or as all other stages."""
 
     def prompts_at(self, concurrency: int) -> int:
         return max(self.prompts, 2 * concurrency)
@@ -76,7 +76,7 @@ class Plan:
         return stage.raw and self.raw_draft == "short"
 
     def requests(self, stage: Stage, concurrency: int) -> int:
-        return 2 if self.short(stage) else self.prompts_at(concurrency)
+        return 1 if self.short(stage) else self.prompts_at(concurrency)
 
     def fingerprint(self, prompt_set: PromptSet) -> str:
         what = json.dumps([asdict(self), prompt_set.version, machine.describe()], sort_keys=True)

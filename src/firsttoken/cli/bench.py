@@ -85,7 +85,7 @@ def stages(
     raw_draft: Annotated[
         Literal["off", "short", "full"],
         typer.Option(
-            help="Row 3r, the model's untrained first 8 layers as a draft: none, one short trial, or all trials."
+            help="Row 3r, the model's untrained first 8 layers as a draft: none, one request, or all trials."
         ),
     ] = "short",
     url: Url = None,
