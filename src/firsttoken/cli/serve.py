@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,7 +33,7 @@ def serve(
     """Serve a model over the OpenAI API, tuned for the first token."""
     from firsttoken.backends.base import BackendError
     from firsttoken.backends.embedded import EmbeddedBackend
-    from firsttoken.models import resolve
+    from firsttoken.models import HUB_ID, resolve
     from firsttoken.server.run import serve as run
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -42,6 +43,8 @@ def serve(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = resolve(model)
     engine.model = str(folder)
+    if engine.draft and HUB_ID.fullmatch(engine.draft) and not Path(engine.draft).is_dir():
+        engine.draft = str(resolve(engine.draft))
 
     def make_backend(on_fatal: Callable[[str], None]) -> EmbeddedBackend:
         return EmbeddedBackend(engine, on_fatal=on_fatal)

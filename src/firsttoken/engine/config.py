@@ -72,7 +72,8 @@ class EngineConfig:
     )
     draft: str | None = setting(
         None,
-        "Drafter for speculation: a draft's folder, ngram, or none. Default: the model's own draft, else ngram.",
+        "Drafter for speculation: a folder (of `draft train`, or any checkpoint with the model's tokenizer), a hub id,"
+        " ngram, or none. Default: the model's own draft, else ngram.",
     )
     num_speculative_tokens: int | Literal["auto"] = setting(
         "auto",
