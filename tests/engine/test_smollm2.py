@@ -21,6 +21,7 @@ from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
 from firsttoken.engine.sampler import Sampler
 from firsttoken.speculate.ngram import NgramDrafter
+from firsttoken.speculate.select import make_speculator
 from firsttoken.speculate.speculator import Speculator
 from tests.engine.tiny import ScriptedSpeculator, drain, tokens_of
 
@@ -65,8 +66,10 @@ def prompts(smollm2: Path) -> list[list[int]]:
 
 
 def make_engine(smollm2: Path, model: Decoder, speculator: object = None, **settings) -> Engine:
-    config = EngineConfig(model=str(smollm2), dtype="float32", device="cpu", **settings)
-    return Engine(config, model=model, make_speculator=lambda *_: speculator)
+    """speculator: one, or a factory of one."""
+    config = EngineConfig(model=str(smollm2), dtype="float32", device="cpu", speculation="always", **settings)
+    make = speculator if callable(speculator) else lambda *_: speculator
+    return Engine(config, model=model, make_speculator=make)
 
 
 def test_greedy_text_is_that_of_transformers(smollm2, model, prompts):
@@ -110,7 +113,7 @@ def answers(smollm2, model, prompts) -> dict[str, list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("kind", ["none", "ngram", "oracle", "garbage"])
+@pytest.mark.parametrize("kind", ["none", "ngram", "feature", "oracle", "garbage"])
 def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, answers, kind, capsys):
     def draft(seq, count):
         done = seq.num_output_tokens
@@ -119,6 +122,7 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, answers, kind, c
 
     speculator = {
         "none": None,
+        "feature": make_speculator,  # the draft shipped for these weights
         "ngram": Speculator(NgramDrafter(), CostModel(), gamma=5, always=True),
         "oracle": ScriptedSpeculator(draft, 5),
         "garbage": ScriptedSpeculator(draft, 5),
@@ -151,6 +155,9 @@ def test_texts_are_those_of_a_solo_run(smollm2, model, prompts, answers, kind, c
         assert stats["num_preemptions"] > 0
     assert stats["prefix_cache_hits"] > 0
     assert stats["num_blocks_used"] == 0
+    if kind == "feature":
+        assert stats["speculation"]["drafter"] == "feature draft smollm2-135m"
+        assert stats["num_accepted_tokens"] > 0.1 * stats["num_draft_tokens"] > 0
     if kind == "oracle":
         assert stats["num_accepted_tokens"] > 0.9 * stats["num_draft_tokens"] > 0
 

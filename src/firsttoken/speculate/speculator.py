@@ -48,10 +48,12 @@ class CycleJudge:
         self.wants_probabilities = floor > 0
         self.probabilities: list[list[float]] = [[] for _ in calibrations]
         self.step_seconds = 0.0
+        self.was_asked = False
         self._calibrations, self._floor = calibrations, floor
         self._chances = [1.0] * len(calibrations)
 
     def keeps(self, index: int, probability: float) -> bool:
+        self.was_asked = True
         if self.wants_probabilities:
             self._chances[index] *= self._calibrations[index].rate(probability)
             if self._chances[index] < self._floor:
@@ -87,6 +89,9 @@ class Speculator:
         self._cycle_seconds = 0.0
         self._stood = 0
         self._choice = Choice(0, 0.0)
+        self._judged = False
+        """Whether the drafter asks token by token: then each draft ends where its own chance does, and a limit from the
+        mean over all drafts would cut the sure ones short."""
         self._unprofitable = self._profitable = 0
         self._drafted = self._accepted = 0
         self._verdict: str | None = None
@@ -155,6 +160,7 @@ class Speculator:
         drafts = self.drafter.draft(seqs, counts, judge)
         self._cycle_seconds = time.perf_counter() - started
         self._drafting = True
+        self._judged = judge.was_asked
         self._probabilities = dict(zip(seqs, judge.probabilities, strict=True))
         if judge.step_seconds:
             self._times.observe(len(seqs), judge.step_seconds)
@@ -177,7 +183,9 @@ class Speculator:
             step_seconds=self._times.seconds(len(offers)),
             row_seconds=lambda more: self._costs.predict(count + more) - rows,
         )
-        return self._choice.gamma if self._pays(count) else 0
+        if not self._pays(count):
+            return 0
+        return self.max_gamma if self._judged else self._choice.gamma
 
     def _pays(self, count: int) -> bool:
         """Whether this step drafts, for `count` sequences; called once a step that could."""
@@ -245,7 +253,11 @@ class Speculator:
             "active": drafting and (tried > 0 or self._always),
             "drafter": self.drafter.name,
             "verdict": verdict,
-            "gamma": 0 if not drafting else self.max_gamma if self._always else self._choice.gamma,
+            "gamma": 0
+            if not drafting
+            else self.max_gamma
+            if self._always or self._judged
+            else self._choice.gamma,
             "acceptance_rate": self._accepted / self._drafted if self._drafted else None,
             "acceptance_per_position": [round(rate, 4) for rate in self._acceptance.rates()],
             "tokens_per_cycle": self._gain.tokens_per_cycle(count) if tried else None,
