@@ -1,6 +1,6 @@
 """The pictures of docs/console.md: a gateway before two mock servers, some minutes of traffic, a headless Chromium.
 
-    python docs/make_console_pictures.py [--seconds 600] [--chromium /usr/bin/chromium]
+    python docs/make_console_pictures.py [--seconds 420] [--chromium /usr/bin/chromium]
 
 What the pictures show is real traffic through the real gateway; only the models behind it are make-believe.
 """
@@ -116,7 +116,7 @@ def _talk(page: Page) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0, help="of traffic before the pictures")
+    parser.add_argument("--seconds", type=float, default=420.0, help="of traffic before the pictures")
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="path of the browser")
     given = parser.parse_args()
     programs = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,25 @@ LANGUAGES = {"en": "English", "zh": "中文"}
 DEFAULT = "en"
 
 
+def words(language: str) -> dict[str, str]:
+    """Section.name → words."""
+    content = tomllib.loads((FOLDER / f"{language}.toml").read_text("utf-8"))
+    return {f"{section}.{name}": value for section, part in content.items() for name, value in part.items()}
+
+
+# Read with the code that uses them: an upgrade under a running console must not mix the two.
+WORDS = {language: words(language) for language in LANGUAGES}
+
+
 class Text:
     """`text("keys.create")`; names in braces are filled in: `text("keys.revoke_question", name=…)`."""
 
     def __init__(self, language: str):
         self.language = language
-        self.words = words(language)
+        self.words = WORDS[language]
 
     def __call__(self, key: str, **values: Any) -> str:
         return self.words[key].format(**values)
-
-
-@cache
-def words(language: str) -> dict[str, str]:
-    """Section.name → words."""
-    content = tomllib.loads((FOLDER / f"{language}.toml").read_text("utf-8"))
-    return {f"{section}.{name}": value for section, part in content.items() for name, value in part.items()}
 
 
 def choose(wanted: str | None, accepted: str) -> str:
