@@ -95,6 +95,7 @@ class Speculator:
         self._unprofitable = self._profitable = 0
         self._drafted = self._accepted = 0
         self._verdict: str | None = None
+        self._warned = False
 
     @property
     def lookahead(self) -> int:
@@ -236,11 +237,12 @@ class Speculator:
         )
 
     def _tell(self) -> None:
-        """Logs a verdict when it changes: that a draft of the user's own is turned off is a warning."""
+        """Logs a verdict when it changes: the first time that a draft is turned off is a warning."""
         verdict, reason = self._judgement()
         if verdict != self._verdict:
             self._verdict = verdict
-            off = verdict == "too slow" and self.drafter.step_share > 0
+            off = verdict == "too slow" and self.drafter.step_share > 0 and not self._warned
+            self._warned |= off
             _log.log(logging.WARNING if off else logging.INFO, "%s: %s", self.drafter.name, reason)
 
     def describe(self) -> dict[str, Any]:
