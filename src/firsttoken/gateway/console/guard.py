@@ -66,7 +66,26 @@ class Guard:
             return
         if session is not None and scope["type"] == "http" and not path.startswith(("/_nicegui", STATIC)):
             self.sessions.touch(session)
-        await self.app(scope, receive, _safely(send, path) if scope["type"] == "http" else send)
+        if scope["type"] == "websocket":
+            await self.app(scope, receive, send)
+        else:
+            await self._answer(scope, receive, _safely(send, path))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Middlewares around NiceGUI's pages raise when a browser leaves before its answer: that is no error."""
+        left = False
+
+        async def watched() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or message["type"] == "http.disconnect"
+            return message
+
+        try:
+            await self.app(scope, watched, send)
+        except RuntimeError:
+            if not left:
+                raise
 
 
 def _safely(send: Send, path: str) -> Send:
