@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from firsttoken.speculate.policy import (
     Calibration,
     Choice,
     MeasuredGain,
+    Retries,
     StepTimes,
     choose_gamma,
 )
@@ -106,3 +108,27 @@ def test_a_drafting_step_costs_its_share_until_it_is_measured():
         times.observe(1, 0.003)
     assert times.seconds(1) == pytest.approx(0.003, rel=0.01)
     assert times.seconds(4) == times.seconds(1), "the nearest batch size that is known"
+
+
+def test_a_draft_that_was_turned_off_is_tried_again_soon_then_rarely() -> None:
+    retries = Retries()
+    tried = [step for step in range(1, 1500) if retries.due(1)]
+    gaps = [b - a for a, b in itertools.pairwise([0, *tried])]
+    assert gaps == [16, 32, 64, 128, 256, 256, 256, 256][: len(gaps)]
+    assert len(gaps) >= 6
+    assert not retries.soon(1)
+    retries.paid(1)
+    assert [step for step in range(1, 50) if retries.due(1)] == [16, 48]
+    assert not retries.soon(8), "each batch size has its own"
+
+
+def test_a_new_try_can_change_the_verdict() -> None:
+    gain = MeasuredGain(CostModel([(1, 0.010), (8, 0.012)]), 0.05)
+    gain.observe_plain(1, 0.020)
+    for _ in range(500):
+        gain.observe(1, tokens=1, seconds=0.025)
+    assert gain.speedup(1) < 1
+    gain.forget(1, 4)
+    for _ in range(4):
+        gain.observe(1, tokens=4, seconds=0.025)
+    assert gain.speedup(1) > 1.5

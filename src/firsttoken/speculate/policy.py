@@ -143,6 +143,37 @@ class Calibration:
         return min(int(p * len(self._tries)), len(self._tries) - 1)
 
 
+class Retries:
+    """When drafting that did not pay is tried again, by batch size to the next power of two: soon at first, because
+    the verdict may come from an unusual text or from a busy moment, then ever more rarely."""
+
+    FIRST, LAST = 16, 256
+    """Plain steps before the first try again, and before each at the end: the gap doubles."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, tuple[int, int]] = {}
+        """Plain steps still to come, and the gap that they are part of."""
+
+    def due(self, count: int) -> bool:
+        """Whether this step tries again; called once a step that does not draft."""
+        key = (count - 1).bit_length()
+        left, gap = self._waits.get(key, (self.FIRST, self.FIRST))
+        if left > 1:
+            self._waits[key] = (left - 1, gap)
+            return False
+        gap = min(2 * gap, self.LAST)
+        self._waits[key] = (gap, gap)
+        return True
+
+    def soon(self, count: int) -> bool:
+        """Whether the next step tries again."""
+        return self._waits.get((count - 1).bit_length(), (self.FIRST, 0))[0] <= 1
+
+    def paid(self, count: int) -> None:
+        """Drafting pays: should that end, the first try again comes soon."""
+        self._waits.pop((count - 1).bit_length(), None)
+
+
 class MeasuredGain:
     """What drafting brings, measured: tokens per second of cycles of drafting and verification over those of plain
     steps, by batch size to the next power of two.
@@ -180,6 +211,13 @@ class MeasuredGain:
         seen, mean = self._plain.get(key, (0, 0.0))
         seen += 1
         self._plain[key] = (seen, mean + max(1 / seen, _GAIN_RATE) * (seconds / count - mean))
+
+    def forget(self, count: int, cycles: int) -> None:
+        """Lets what was seen weigh as much as so many cycles, so that the next ones can change the verdict."""
+        key = (count - 1).bit_length()
+        if key in self._cycles:
+            seen, tokens, seconds = self._cycles[key]
+            self._cycles[key] = (min(seen, cycles), tokens, seconds)
 
     def cycles(self, count: int) -> int:
         return self._cycles.get((count - 1).bit_length(), (0, 0.0, 0.0))[0]

@@ -20,6 +20,7 @@ from firsttoken.speculate.policy import (
     Calibration,
     Choice,
     MeasuredGain,
+    Retries,
     StepTimes,
     choose_gamma,
 )
@@ -30,12 +31,12 @@ MOST = 8
 """Tokens that are drafted at most in a step where the settings leave it to the policy."""
 ALWAYS = 5
 """γ where drafts are always made and the settings name none."""
-_PROBE_EVERY, _PROBE_CYCLES = 128, 3
-"""With drafts unprofitable, of every so many steps a few draft anyway: texts change."""
 _PLAIN_EVERY, _PLAIN_STEPS = 100, 2
 """Plain steps before the first draft, and of every so many while drafting: what drafting is measured against."""
 _TRIES = 8
 """Cycles before drafting is judged."""
+_RETRY_CYCLES = 4
+"""Cycles of a try again; what was seen before weighs as much as the rest of `_TRIES`."""
 _ADVANTAGE = 1.03
 """`auto` drafts only above this speed-up: below, the measurement's own error decides."""
 
@@ -92,7 +93,8 @@ class Speculator:
         self._judged = False
         """Whether the drafter asks token by token: then each draft ends where its own chance does, and a limit from the
         mean over all drafts would cut the sure ones short."""
-        self._unprofitable = self._profitable = 0
+        self._retries = Retries()
+        self._profitable = 0
         self._drafted = self._accepted = 0
         self._verdict: str | None = None
         self._warned = False
@@ -195,16 +197,19 @@ class Speculator:
         if self._gain.cycles(count) < _TRIES:
             return True
         if self._gain.speedup(count) >= _ADVANTAGE:
+            self._retries.paid(count)
             self._profitable += 1
             return self._profitable % _PLAIN_EVERY >= _PLAIN_STEPS
-        self._unprofitable += 1
-        return self._unprofitable % _PROBE_EVERY < _PROBE_CYCLES
+        if not self._retries.due(count):
+            return False
+        self._gain.forget(count, _TRIES - _RETRY_CYCLES)
+        return True
 
     def _may_draft(self, count: int) -> bool:
         """Whether one of the next steps may draft, so that it is worth while to be ready."""
         if self._always or self._gain.cycles(count) < _TRIES or self._gain.speedup(count) >= _ADVANTAGE:
             return True
-        return (self._unprofitable + 1) % _PROBE_EVERY < _PROBE_CYCLES
+        return self._retries.soon(count)
 
     def _floor(self, count: int) -> float:
         """The least chance to stand at which one more drafted token pays: its share of a drafting step and its row in
