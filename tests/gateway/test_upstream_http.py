@@ -255,6 +255,19 @@ async def test_many_at_once_use_as_many_sockets_and_then_share_them() -> None:
         assert server.connections == 20
 
 
+async def test_a_socket_may_serve_another_before_its_last_reader_has_run() -> None:
+    """Whole answers in one packet put their sockets back into the pool at once."""
+    async with running(answer(OK)) as (server, http):
+
+        async def work() -> None:
+            for _ in range(20):
+                assert await ask(http) == (200, b"hi")
+
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(work() for _ in range(20)))
+    assert len(server.requests) == 400
+
+
 async def test_nobody_there() -> None:
     listener = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]

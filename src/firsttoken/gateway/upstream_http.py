@@ -57,6 +57,7 @@ class Answer:
         self._pieces: list[bytes] = []
         self._size = 0
         self.status = 0
+        """0 until the head is there."""
         self.complete = False
         """The last byte of the body is here (though perhaps not read yet)."""
         self.error: UpstreamError | None = None
@@ -222,7 +223,6 @@ class _Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.answer: Answer | None = None
         self.open = False
-        self.head_done = False
         self.head_bytes = 0
         self.paused = False
         self.waiter: asyncio.Future[None] | None = None
@@ -236,11 +236,13 @@ class _Connection(asyncio.Protocol):
     async def ask(self, message: bytes, until: float) -> Answer | None:
         """Sends a request; its answer once the head is there, or None if the socket closed before any byte."""
         self.parser = httptools.HttpResponseParser(self)
-        self.head_done, self.head_bytes = False, 0
+        self.head_bytes = 0
         answer = self.answer = Answer(self)
         try:
             self.transport.write(message)
-            while not self.head_done:
+            # By the answer, not the connection: when it came in one packet, the connection may have its next request
+            # before this task has run.
+            while not answer.status:
                 if answer.error is not None:
                     if self.head_bytes == 0 and isinstance(answer.error, Lost):
                         return None
@@ -307,7 +309,7 @@ class _Connection(asyncio.Protocol):
             return
         # Without a length or chunks the close itself is the end of the body.
         delimited = b"content-length" in answer._headers or b"transfer-encoding" in answer._headers
-        if self.head_done and not delimited and error is None and answer.error is None:
+        if answer.status and not delimited and error is None and answer.error is None:
             answer.complete = True
         elif answer.error is None:
             answer.error = Lost("it closed the connection")
@@ -318,14 +320,14 @@ class _Connection(asyncio.Protocol):
         if answer is None or answer.complete:
             self.abort()  # bytes that nobody asked for
             return
-        if not self.head_done:
+        if not answer.status:
             self.head_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             answer.error = answer.error or UpstreamError(f"its answer is not HTTP/1.1: {error}")
             self.abort()
-        if not self.head_done and self.head_bytes > MAX_HEAD:
+        if not answer.status and self.head_bytes > MAX_HEAD:
             answer.error = UpstreamError("the head of its answer is too large")
             self.abort()
         if answer._size > HIGH_WATER and not self.paused and not answer.complete:
@@ -345,7 +347,7 @@ class _Connection(asyncio.Protocol):
         if status < 200:
             answer._headers.clear()  # an interim answer: the real one follows
         else:
-            answer.status, self.head_done = status, True
+            answer.status = status
 
     def on_body(self, data: bytes) -> None:
         answer = cast(Answer, self.answer)
@@ -354,7 +356,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         answer = cast(Answer, self.answer)
-        if not self.head_done or answer.complete:
+        if not answer.status or answer.complete:
             return
         answer.complete = True
         self.answer = None
