@@ -114,7 +114,8 @@ def test_bench_stages_errors_are_one_line(words: tuple[str, ...], message: str, 
 
 
 def test_bench_stages_says_why_its_server_does_not_start(tmp_path: Path) -> None:
-    done = firsttoken("bench", "stages", str(tmp_path / "no-such-model"), home=tmp_path)
+    model = str(tmp_path / "no-such-model")
+    done = firsttoken("bench", "stages", model, "--raw-draft", "off", home=tmp_path)
     assert done.returncode == 2
     assert "the server did not start" in done.stderr
     assert "no-such-model" in done.stderr
