@@ -12,12 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 START_LIMIT_S = 60.0
 
@@ -39,15 +40,23 @@ class Program:
             self.lines.append(line.rstrip())
             if marker in line:
                 self.url = line.split(" on ")[1].strip()
+                # Read on: a program that fills the pipe would wait in a write for ever.
+                self.reader = threading.Thread(target=self._read, args=[self.process.stdout], daemon=True)
+                self.reader.start()
                 return
         raise AssertionError("\n".join(self.lines))
+
+    def _read(self, output: IO[str]) -> None:
+        for line in output:
+            self.lines.append(line.rstrip())
 
     def stop(self, number: int = signal.SIGTERM) -> str:
         """Ends it and returns what it wrote."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        rest, _ = self.process.communicate(timeout=60)
-        return "\n".join(self.lines) + "\n" + rest
+        self.process.wait(timeout=60)
+        self.reader.join(timeout=60)
+        return "\n".join(self.lines) + "\n"
 
 
 def mock(*arguments: str) -> Program:

@@ -85,9 +85,14 @@ class Answers:
                 headers = {"Retry-After": "1"} if how.status in (429, 503) else None
                 return error_answer(how.status, "The mock was told to fail.", "server_error", headers=headers)
             return await self._answer(request, body, words, how, seen)
-        except (asyncio.CancelledError, ConnectionResetError):
+        except asyncio.CancelledError:
             seen.status = "disconnected"
             raise
+        except ConnectionResetError:
+            seen.status = "disconnected"
+            return web.Response(
+                status=499
+            )  # nobody reads it; raised, it would be logged as this program's fault
         finally:
             self.account.in_flight -= 1
 
