@@ -6,7 +6,7 @@ Starts the mock upstream (programmed token times) and a gateway (one process, SQ
 limit, then sends the same streams directly and through the gateway in turn: at 1 stream one after the other, at 64
 and 256 streams with Poisson arrivals. Then short requests that are not streams, as fast as they go. The client
 stamps at the socket and measures the lag of its own event loop; all run on the same cores. `--peer litellm`
-installs and starts LiteLLM's proxy beside ours, before the same upstream; NAME=URL,KEY,MODEL adds a gateway that runs
+installs and starts LiteLLM's proxy after ours, before the same upstream; NAME=URL,KEY,MODEL adds a gateway that runs
 already, before `python -m firsttoken.bench.mock_server --ttft 20ms --itl 50ms`. `--quick` is for a look only.
 
 Added TTFT is the percentile through the gateway minus the same percentile directly; the added gap likewise.
@@ -31,6 +31,8 @@ from typing import Any
 from urllib.parse import urlparse
 
 from gateway_peers import KEY, start_litellm
+
+from firsttoken.bench.client import run
 
 TTFT_MS, ITL_MS = 20, 50
 TOKENS = {1: 8, 64: 40, 256: 40}
@@ -223,29 +225,23 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def measure(direct: Target, others: list[Target]) -> dict[str, Any]:
+async def measure(direct: Target, other: Target) -> dict[str, Any]:
+    """One gateway against the upstream directly; nothing else runs meanwhile."""
     client, report = Client(), {"streams": [], "short": {}}
-    targets = [direct, *others]
     for at_once in TARGETS:
         lag = Lag()
         measuring = asyncio.create_task(lag.measure())
         if at_once == 1:
-            samples = await single(client, targets)
+            samples = await single(client, [direct, other])
         else:
-            samples = {target.name: await poisson(client, target, at_once) for target in targets}
+            samples = {target.name: await poisson(client, target, at_once) for target in (direct, other)}
         measuring.cancel()
-        for target in others:
-            report["streams"].append(
-                compare(target.name, at_once, samples[direct.name], samples[target.name])
-                | {"client_lag_p99_ms": percentile(lag.samples, 0.99)}
-            )
-            show(report["streams"][-1])
-    for target in targets:
+        row = compare(other.name, at_once, samples[direct.name], samples[other.name])
+        report["streams"].append(row | {"client_lag_p99_ms": percentile(lag.samples, 0.99)})
+        show(report["streams"][-1])
+    for target in (direct, other):
         report["short"][target.name] = await short(client, target)
-        print(f"{target.name:12} {report['short'][target.name]:8.0f} short requests/s")
-    report["ratios"] = {target.name: ratios(report, target.name) for target in others[1:]}
-    for name, ratio in report["ratios"].items():
-        print(f"{name} / gateway: " + ", ".join(f"{what} {value:.3g}" for what, value in ratio.items()))
+        print(f"{target.name:12} {report['short'][target.name]:8.0f} short requests/s", flush=True)
     return report
 
 
@@ -349,6 +345,16 @@ def start_gateway(folder: Path, upstream: str) -> tuple[subprocess.Popen[str], T
     return process, Target("gateway", url, key["secret"])
 
 
+def start_peer(peer: str, folder: Path, upstream: str, processes: list[subprocess.Popen[Any]]) -> Target:
+    """Started only when ours has been measured: an idle Python process is not idle enough on two cores."""
+    if peer == "litellm":
+        process, url = start_litellm(folder, upstream)
+        processes.append(process)
+        return Target("litellm", url, KEY)
+    name, _, rest = peer.partition("=")
+    return Target(name, *rest.split(","))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -365,22 +371,16 @@ def main() -> None:
             processes.append(mock)
             process, gateway = start_gateway(Path(folder), upstream)
             processes.append(process)
-            peers = []
+            direct = Target("direct", upstream, "none")
+            report = run(measure(direct, gateway))
+            report["ratios"] = {}
             for peer in arguments.peer:
-                if peer == "litellm":
-                    process, url = start_litellm(Path(folder), upstream)
-                    processes.append(process)
-                    peers.append(Target("litellm", url, KEY))
-                else:
-                    name, _, rest = peer.partition("=")
-                    peers.append(Target(name, *rest.split(",")))
-            measuring = measure(Target("direct", upstream, "none"), [gateway, *peers])
-            try:
-                import uvloop
-            except ImportError:
-                report = asyncio.run(measuring)
-            else:
-                report = uvloop.run(measuring)
+                target = start_peer(peer, Path(folder), upstream, processes)
+                theirs = run(measure(direct, target))
+                report["streams"] += theirs["streams"]
+                report["short"][target.name] = theirs["short"][target.name]
+                report["ratios"][target.name] = compared = ratios(report, target.name)
+                print(f"{target.name} / gateway: " + ", ".join(f"{k} {v:.3g}" for k, v in compared.items()))
         finally:
             for process in reversed(processes):
                 process.terminate()
