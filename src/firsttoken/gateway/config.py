@@ -78,7 +78,12 @@ class GatewayConfig:
     )
     connect: float = setting(5.0, "Longest wait for a connection to an upstream.", unit="s", min=0.01)
     first_byte: float = setting(300.0, "Longest wait for an upstream's first byte.", unit="s", min=0.01)
-    idle: float = setting(120.0, "Longest silence of an upstream within an answer.", unit="s", min=0.01)
+    idle: float = setting(
+        120.0,
+        "Longest silence of an upstream within an answer, and of a client that does not read it.",
+        unit="s",
+        min=0.01,
+    )
     ping: float | None = setting(
         None,
         "Send `: ping` comments into streams that stay silent this long before the first token.",
