@@ -193,7 +193,7 @@ def firsttoken(model: Path, folder: Path, *, prefix_cache: bool, flags: Sequence
         *(sys.executable, "-m", "firsttoken", "serve", str(model), "--host", "127.0.0.1"),
         *("--port", str(port), "--served-model-name", NAME, "--dtype", "bfloat16"),
         *("--max-num-seqs", str(MAX_SEQS), "--max-model-len", str(MAX_LEN)),
-        *("--max-num-batched-tokens", str(MAX_BATCHED), "--kv-cache-memory", kv_memory(model)),
+        *("--max-num-batched-tokens", str(MAX_BATCHED)),  # the KV pool is MAX_SEQS * MAX_LEN tokens by default
         "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching",
         *flags,
     ]
@@ -208,16 +208,6 @@ def firsttoken(model: Path, folder: Path, *, prefix_cache: bool, flags: Sequence
         yield Server(url, process.pid, start_s, our_kv_tokens(url))
     finally:
         end(process)
-
-
-def kv_memory(model: Path) -> str:
-    """KV_TOKENS in bf16, as --kv-cache-memory takes it."""
-    config = read_json(model, "config.json")
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads", heads)
-    per_token = config["num_hidden_layers"] * 2 * kv_heads * head_dim * 2
-    return str(KV_TOKENS * per_token)
 
 
 def our_kv_tokens(url: str) -> int:
