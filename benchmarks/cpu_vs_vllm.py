@@ -48,7 +48,7 @@ from rich.table import Table
 
 from firsttoken.bench import machine
 from firsttoken.bench.server_process import end, free_port
-from firsttoken.models import read_json, resolve
+from firsttoken.models import resolve
 
 MAX_SEQS, MAX_LEN, MAX_BATCHED = 8, 2048, 2048
 KV_TOKENS = MAX_SEQS * MAX_LEN
@@ -193,7 +193,10 @@ def firsttoken(model: Path, folder: Path, *, prefix_cache: bool, flags: Sequence
         *(sys.executable, "-m", "firsttoken", "serve", str(model), "--host", "127.0.0.1"),
         *("--port", str(port), "--served-model-name", NAME, "--dtype", "bfloat16"),
         *("--max-num-seqs", str(MAX_SEQS), "--max-model-len", str(MAX_LEN)),
-        *("--max-num-batched-tokens", str(MAX_BATCHED)),  # the KV pool is MAX_SEQS * MAX_LEN tokens by default
+        *(
+            "--max-num-batched-tokens",
+            str(MAX_BATCHED),
+        ),  # the KV pool is MAX_SEQS * MAX_LEN tokens by default
         "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching",
         *flags,
     ]
