@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,9 +96,11 @@ async def measure(url: str, model: str, keys: dict[str, str], agents: int, repea
         await chats(interactive, prompts)  # warm: sockets, permits, the system prompt's blocks
         for _ in range(repeats):
             alone += await chats(interactive, prompts)
+            print(f"alone   {_ttft(alone)}", flush=True)
             tasks = [asyncio.create_task(flood(agent, prompts, done)) for _ in range(agents)]
             await asyncio.sleep(SETTLE_S)
             flooded += await chats(interactive, prompts)
+            print(f"flooded {_ttft(flooded)}", flush=True)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument("--same-class", action="store_true", help="agents get the interactive class")
     parser.add_argument("--json", type=Path)
     arguments, flags = parser.parse_known_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of `finally`: nothing is left
     command = firsttoken_serve(arguments.model, [flag for flag in flags if flag != "--"])
     with tempfile.TemporaryDirectory() as folder, serve(command) as server:
         asyncio.run(server.ready(START_LIMIT_S))
