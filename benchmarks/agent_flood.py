@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("--same-class", action="store_true", help="agents get the interactive class")
     parser.add_argument("--json", type=Path)
     arguments, flags = parser.parse_known_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of `finally`: nothing is left
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # by way of `finally`: nothing is left
     command = firsttoken_serve(arguments.model, [flag for flag in flags if flag != "--"])
     with tempfile.TemporaryDirectory() as folder, serve(command) as server:
         asyncio.run(server.ready(START_LIMIT_S))
