@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
-from firsttoken.engine.model.config import ModelConfig
-from firsttoken.engine.model.decoder import Decoder
+from tests.engine.tiny import write_checkpoint
 from tests.server.models import EOS, write_model
 
 
@@ -32,9 +27,5 @@ def write_chat_model(folder: Path, layers: int = 4) -> Path:
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(raw))
-    decoder = Decoder.random(ModelConfig.from_dict(raw), torch.float32, torch.device("cpu"), seed=5)
-    save_file(
-        {name: w.contiguous() for name, w in decoder.named_weights().items()}, folder / "model.safetensors"
-    )
+    write_checkpoint(folder, raw, seed=5)
     return folder

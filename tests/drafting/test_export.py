@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from firsttoken import models
 from firsttoken.drafting.export import export_eagle3, export_layers, save_shallow_draft
@@ -17,7 +17,7 @@ from firsttoken.engine.model.loader import load_model
 from firsttoken.speculate.draft_folder import load_feature_draft, save_feature_draft
 from firsttoken.speculate.feature_draft import FeatureConfig, FeatureDraft, start_from_target
 from firsttoken.speculate.shallow_draft import ShallowConfig, shallow_decoder
-from tests.engine.tiny import NoCache
+from tests.engine.tiny import NoCache, write_checkpoint
 
 CPU = torch.device("cpu")
 RAW = {
@@ -41,14 +41,8 @@ RAW = {
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     raw = {**RAW, "tie_word_embeddings": request.param}
-    (folder / "config.json").write_text(json.dumps(raw))
     (folder / "tokenizer.json").write_text("{}")
-    decoder = Decoder(ModelConfig.from_dict(raw), torch.float32, CPU)
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in decoder.named_weights().items():
-        noise = torch.randn(weight.shape, generator=generator)
-        weight.copy_(1 + 0.1 * noise if name.endswith("norm.weight") else noise * 0.2)
-    save_file({n: w.contiguous() for n, w in decoder.named_weights().items()}, folder / "model.safetensors")
+    write_checkpoint(folder, raw)
     return folder
 
 

@@ -19,6 +19,7 @@ from tests.engine.tiny import (
     alone,
     drain,
     full_logits,
+    run_workload,
     tiny_engine,
     tokens_of,
 )
@@ -127,21 +128,7 @@ def test_a_request_gets_the_tokens_it_gets_alone(
         enable_chunked_prefill=chunked,
         scheduling_policy=policy,
     )
-    got: dict[str, list] = {r.request_id: [] for _, r, _ in work}
-    for step in range(600):
-        for arrival, request, _ in work:
-            if arrival == step:
-                engine.add_request(request)
-        for _, request, cancelled in work:
-            if cancelled == step:
-                engine.abort(request.request_id)
-        for output in engine.step():
-            got[output.request_id].append(output)
-        engine.pool.check()
-        if step > 40 and not engine.has_work():
-            break
-    else:
-        raise AssertionError("a request was never finished")
+    got = run_workload(engine, work)
     for arrival, request, cancelled in work:
         name = request.request_id
         tokens = tokens_of(got[name])
@@ -158,7 +145,7 @@ def test_a_request_gets_the_tokens_it_gets_alone(
         event("with preemptions")
     if engine.scheduler.prefix_hits:
         event("with prefix hits")
-    if engine._counters["num_accepted_tokens"]:
+    if engine.stats()["num_accepted_tokens"]:
         event("with accepted drafts")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as Seq
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from firsttoken.engine import EngineConfig, Request, RequestOutput
 from firsttoken.engine.attention.base import Batch, SeqSpan
@@ -149,3 +152,32 @@ class ScriptedSpeculator:
 
     def describe(self) -> dict[str, Any]:
         return {"active": True, "gamma": self.gamma, "reason": "scripted"}
+
+
+def run_workload(
+    engine: Engine, work: list[tuple[int, Request, int | None]]
+) -> dict[str, list[RequestOutput]]:
+    """work: (step of arrival, request, step at which it is cancelled or None). Every request's outputs, when all have
+    ended and step 40 is past; blocks are checked after each step."""
+    got: dict[str, list[RequestOutput]] = {request.request_id: [] for _, request, _ in work}
+    for step in range(600):
+        for arrival, request, _ in work:
+            if arrival == step:
+                engine.add_request(request)
+        for _, request, cancelled in work:
+            if cancelled == step:
+                engine.abort(request.request_id)
+        for output in engine.step():
+            got[output.request_id].append(output)
+        engine.pool.check()
+        if step > 40 and not engine.has_work():
+            return got
+    raise AssertionError("a request was never finished")
+
+
+def write_checkpoint(folder: Path, raw: dict[str, Any], seed: int = 0) -> None:
+    """A model's folder without a tokenizer: `raw` as its config.json, and random float32 weights."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    decoder = Decoder.random(ModelConfig.from_dict(raw), torch.float32, torch.device("cpu"), seed)
+    weights = {name: weight.contiguous() for name, weight in decoder.named_weights().items()}
+    save_file(weights, folder / "model.safetensors")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from firsttoken.engine import Request, SamplingParams
 from tests.engine.test_exactness import PREFIXES, workloads
-from tests.engine.tiny import alone, drain, tiny_engine, tokens_of
+from tests.engine.tiny import alone, drain, run_workload, tiny_engine, tokens_of
 from tests.speculate.tiny_draft import Recorded, drafter_factory
 
 MODELS = ["feature", "shallow", "separate"]
@@ -52,19 +52,7 @@ def test_tokens_and_drafts_are_those_of_a_request_alone(
         enable_prefix_caching=caching,
         enable_chunked_prefill=chunked,
     )
-    got: dict[str, list] = {r.request_id: [] for _, r, _ in work}
-    step = 0
-    while engine.has_work() or step <= 40:
-        for arrival, request, _ in work:
-            if arrival == step:
-                engine.add_request(request)
-        for _, request, cancelled in work:
-            if cancelled == step:
-                engine.abort(request.request_id)
-        for output in engine.step():
-            got[output.request_id].append(output)
-        step += 1
-        assert step < 600, "a request was never finished"
+    got = run_workload(engine, work)
     for _, request, _ in work:
         name = request.request_id
         tokens = tokens_of(got[name])
@@ -85,7 +73,7 @@ def test_tokens_and_drafts_are_those_of_a_request_alone(
         event("with preemptions")
     if engine.scheduler.prefix_hits:
         event("with prefix hits")
-    if engine._counters["num_accepted_tokens"]:
+    if engine.stats()["num_accepted_tokens"]:
         event("with accepted drafts")
 
 

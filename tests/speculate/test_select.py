@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from firsttoken import models
 from firsttoken.drafting.export import export_layers, save_shallow_draft
@@ -16,13 +15,12 @@ from firsttoken.engine import EngineConfig, Request, SamplingParams
 from firsttoken.engine.config import ConfigError
 from firsttoken.engine.engine import Engine
 from firsttoken.engine.model.config import ModelConfig
-from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
 from firsttoken.speculate.draft_folder import save_feature_draft
 from firsttoken.speculate.feature_draft import FeatureConfig, FeatureDraft, start_from_target
 from firsttoken.speculate.select import draft_memory, make_speculator
 from firsttoken.speculate.shallow_draft import ShallowConfig, shallow_decoder
-from tests.engine.tiny import drain, tokens_of
+from tests.engine.tiny import drain, tokens_of, write_checkpoint
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -53,14 +51,8 @@ RAW = {
 def write_model(folder, **changes):
     raw = RAW | changes
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw))
     write_tokenizer(folder, [f"t{i}" for i in range(60)])
-    decoder = Decoder(ModelConfig.from_dict(raw), torch.float32, CPU)
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in decoder.named_weights().items():
-        noise = torch.randn(weight.shape, generator=generator)
-        weight.copy_(1 + 0.1 * noise if name.endswith("norm.weight") else noise * 0.2)
-    save_file({n: w.contiguous() for n, w in decoder.named_weights().items()}, folder / "model.safetensors")
+    write_checkpoint(folder, raw)
     return folder
 
 

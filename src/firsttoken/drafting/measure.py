@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from firsttoken.engine.config import EngineConfig
 from firsttoken.engine.costs import CostModel
-from firsttoken.engine.engine import Engine, Speculator, SpeculatorFactory
+from firsttoken.engine.engine import Engine
 from firsttoken.engine.model.config import ModelConfig
 from firsttoken.engine.request import Request, SamplingParams
 from firsttoken.engine.runner import Runner
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Speculator, SpeculatorFactory
 
 Prompts = dict[str, list[list[int]]]
 """Token ids of prompts by category."""
@@ -294,8 +295,8 @@ class DraftMeter:
         stats = self.engine.stats()
         return {
             "cycles": stats["num_drafts"],
-            "drafted": list(stats["draft_tokens_per_pos"]),
-            "accepted": list(stats["accepted_tokens_per_pos"]),
+            "drafted": stats["draft_tokens_per_pos"],
+            "accepted": stats["accepted_tokens_per_pos"],
         }
 
 

@@ -6,14 +6,13 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
-
-import torch
+from dataclasses import asdict, replace
+from typing import Any
 
 from firsttoken.engine.blocks import BlockPool
 from firsttoken.engine.config import ConfigError, EngineConfig
 from firsttoken.engine.costs import CostModel
+from firsttoken.engine.counters import Counters
 from firsttoken.engine.limits import Limits, MeasureDraft, resolve_limits
 from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.model.loader import load_model
@@ -28,55 +27,8 @@ from firsttoken.engine.runner import Runner, SeqResult
 from firsttoken.engine.sampler import has_penalties
 from firsttoken.engine.scheduler import Scheduled, Scheduler, StepPlan
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed, Speculator, SpeculatorFactory
 
-
-@dataclass(slots=True)
-class Computed:
-    """What a step computed of one sequence, for a drafter that reads the model's states."""
-
-    seq: Sequence
-    start: int
-    stop: int
-    """The sequence's tokens [start, stop) have been computed and stand; rejected drafts are not among them."""
-    block_table: list[int]
-    """The sequence's own is already gone if it ended with this step; its blocks still hold what they held."""
-    states: torch.Tensor | None
-    """[n, C * H], n >= stop - start: the residual stream before each of the C captured layers, side by side; None
-    without any."""
-
-
-class Speculator(Protocol):
-    """Drafts for decoding sequences, and the choice of how many. Implementations live in `firsttoken.speculate`."""
-
-    capture: tuple[int, ...]
-    """Layers before which the model's residual stream is wanted (see `computed`), ascending; often none."""
-
-    @property
-    def lookahead(self) -> int:
-        """Tokens for which each sequence should have blocks, from its last known one on, when `propose` is
-        called."""
-
-    def computed(self, items: list[Computed], *, prompts_wait: bool) -> None:
-        """Called after the step's outputs have been handed over. prompts_wait: somebody's first token is next, so
-        what can wait should."""
-
-    def propose(self, seqs: list[Sequence], budget: int) -> list[list[int]]:
-        """Drafts for each sequence, at most `budget` tokens in all; an empty list where none is worth it."""
-
-    def observe(self, seq: Sequence, drafts: list[int], num_accepted: int) -> None:
-        """Called after a verification with the number of drafts that stood."""
-
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """Called after a pure decode or verification step."""
-
-    def forget(self, seq: Sequence) -> None:
-        """The sequence has ended."""
-
-    def describe(self) -> dict[str, Any]:
-        """Whether drafts are used, how many, and why: words and numbers for logs, metrics and the benchmark."""
-
-
-SpeculatorFactory = Callable[[EngineConfig, CostModel, Runner], Speculator | None]
 OnOutputs = Callable[[list[RequestOutput]], None]
 
 
@@ -128,20 +80,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._serial = itertools.count()
         self._drafting_seconds = 0.0
-        self._counters: dict[str, Any] = {
-            "steps": 0,
-            "prompt_tokens": 0,
-            "cached_prompt_tokens": 0,
-            "generation_tokens": 0,
-            "num_drafts": 0,
-            "num_draft_tokens": 0,
-            "num_accepted_tokens": 0,
-            "draft_tokens_per_pos": [],
-            "accepted_tokens_per_pos": [],
-            "emitted_tokens_per_pos": [],
-            "finished": {},
-            "step_seconds": 0.0,
-        }
+        self._counters = Counters()
 
     # -- requests -------------------------------------------------------------------------------------------
 
@@ -257,7 +196,7 @@ class Engine:
         output.token_ids = tokens
         if s.logprobs is not None:
             output.logprobs = result.logprobs[: len(tokens)]
-        self._counters["generation_tokens"] += len(tokens)
+        self._counters.generation_tokens += len(tokens)
         if first:
             self._first_output(seq, output, now)
         elif seq.second_token is None:
@@ -274,8 +213,8 @@ class Engine:
         output.timing = self._timing(seq)
         if seq.request.sampling.prompt_logprobs is not None:
             output.prompt_logprobs = seq.prompt_logprobs or [None]
-        self._counters["prompt_tokens"] += seq.num_prompt_tokens
-        self._counters["cached_prompt_tokens"] += seq.num_cached_tokens or 0
+        self._counters.prompt_tokens += seq.num_prompt_tokens
+        self._counters.cached_prompt_tokens += seq.num_cached_tokens or 0
 
     def _truncate(self, seq: Sequence, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to a stop id or the length limit, and the reason if one was met."""
@@ -295,19 +234,7 @@ class Engine:
         seq.num_drafts += 1
         seq.num_draft_tokens += len(drafts)
         seq.num_accepted_tokens += accepted
-        c = self._counters
-        c["num_drafts"] += 1
-        c["num_draft_tokens"] += len(drafts)
-        c["num_accepted_tokens"] += accepted
-        for counts, n in (
-            ("draft_tokens_per_pos", len(drafts)),
-            ("accepted_tokens_per_pos", accepted),
-            ("emitted_tokens_per_pos", emitted),
-        ):
-            per_pos = c[counts]
-            per_pos.extend([0] * (n - len(per_pos)))
-            for i in range(n):
-                per_pos[i] += 1
+        self._counters.add_drafts(len(drafts), accepted, emitted)
         if self.speculator is not None:
             self.speculator.observe(seq, drafts, accepted)
 
@@ -325,7 +252,7 @@ class Engine:
         output.num_drafts = seq.num_drafts
         output.num_draft_tokens = seq.num_draft_tokens
         output.num_accepted_tokens = seq.num_accepted_tokens
-        finished = self._counters["finished"]
+        finished = self._counters.finished
         finished[reason] = finished.get(reason, 0) + 1
 
     def _timing(self, seq: Sequence) -> RequestTiming:
@@ -340,8 +267,8 @@ class Engine:
 
     def _after_step(self, plan: StepPlan, seconds: float) -> None:
         """What the next step needs and the outputs did not have to wait for."""
-        self._counters["steps"] += 1
-        self._counters["step_seconds"] += seconds
+        self._counters.steps += 1
+        self._counters.step_seconds += seconds
         for item in plan.items:
             if item.seq.block_table:  # not ended
                 self.scheduler.register_computed(item.seq)
@@ -451,7 +378,7 @@ class Engine:
             "num_blocks_used": self.pool.num_used,
             "num_blocks_pinned": self.pool.num_pinned,
             "num_blocks_total": self.pool.num_blocks,
-            **self._counters,
+            **asdict(self._counters),
             "prefix_cache_queries": self.scheduler.prefix_queries,
             "prefix_cache_hits": self.scheduler.prefix_hits,
             "num_preemptions": self.scheduler.num_preemptions,

@@ -13,9 +13,9 @@ import torch
 
 from firsttoken.engine.attention.base import Batch, SeqSpan
 from firsttoken.engine.attention.paged import KVCache, PagedAttention
-from firsttoken.engine.engine import Computed
 from firsttoken.engine.model.decoder import Decoder
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed
 from firsttoken.speculate.drafter import Judge, run_chain
 from firsttoken.speculate.pending import Pending, PendingStates
 

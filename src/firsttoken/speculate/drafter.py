@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from firsttoken.engine.engine import Computed
 from firsttoken.engine.noise import gumbel, row_key
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed
 
 
 class Judge(Protocol):
@@ -30,7 +30,7 @@ class Drafter(Protocol):
 
     name: str
     capture: tuple[int, ...]
-    """See `engine.engine.Speculator`."""
+    """See `engine.speculation.Speculator`."""
     lookahead: int
     """1 if drafting writes into the sequences' own blocks, at the positions of its input tokens; else 0."""
     step_share: float
@@ -46,7 +46,7 @@ class Drafter(Protocol):
         """Drafts of at most counts[i] >= 1 tokens, within what `offers` said, each as long as the judge keeps it."""
 
     def computed(self, items: list[Computed], *, work: bool) -> None:
-        """As `engine.engine.Speculator.computed`. work: whether a drafter that lags may catch up now."""
+        """As `engine.speculation.Speculator.computed`. work: whether a drafter that lags may catch up now."""
 
     def forget(self, seq: Sequence) -> None:
         """The sequence has ended. Its last step's `computed` is still to come, unless it was aborted."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from firsttoken.engine.engine import Computed
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed
 from firsttoken.speculate.drafter import Judge, run_chain
 from firsttoken.speculate.feature_cache import Advance, FeatureCache
 from firsttoken.speculate.feature_draft import FeatureDraft

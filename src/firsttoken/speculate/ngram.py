@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from firsttoken.engine.engine import Computed
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed
 from firsttoken.speculate.drafter import Judge
 
 _PLACES = 8

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from firsttoken.engine.engine import Computed
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from firsttoken.engine.costs import CostModel
-from firsttoken.engine.engine import Computed
 from firsttoken.engine.sequence import Sequence
+from firsttoken.engine.speculation import Computed
 from firsttoken.speculate.drafter import Drafter
 from firsttoken.speculate.policy import (
     Acceptance,
@@ -67,7 +67,7 @@ class CycleJudge:
 
 
 class Speculator:
-    """Implements `engine.engine.Speculator` over a drafter."""
+    """Implements `engine.speculation.Speculator` over a drafter."""
 
     def __init__(self, drafter: Drafter, costs: CostModel, *, gamma: int | None, always: bool) -> None:
         """gamma: most tokens to draft in a step, None: the policy's choice. always: `gamma` of them in every step,
