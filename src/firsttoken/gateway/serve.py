@@ -34,10 +34,10 @@ from firsttoken.gateway.config import Config, load
 from firsttoken.gateway.metrics import CONTENT_TYPE
 from firsttoken.gateway.protocol import capped
 from firsttoken.gateway.store import Store
+from firsttoken.listening import BACKLOG, listen
 
 log = logging.getLogger("firsttoken.gateway")
 
-BACKLOG = 2048
 RESTART_PAUSE_S = 1.0
 CONSOLE_RESTART_S = 10.0
 """A console that ended is started again so long after its last start: one that can't start doesn't spin."""
@@ -213,14 +213,10 @@ def _console_installed() -> bool:
 def bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening socket. ConfigError if the address is taken or not ours."""
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"{flag} {port} on {host}: {error.strerror}; choose another") from None
-    listener.listen(BACKLOG)
-    return listener
+        return listen(host, port)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{flag} {port} on {host}: {why}; choose another") from None
 
 
 # ---------------------------------------------------------------- a worker

@@ -22,6 +22,7 @@ from firsttoken import __version__
 from firsttoken.backends.base import Backend
 from firsttoken.engine.config import ConfigError
 from firsttoken.http_protocol import OneWriteProtocol
+from firsttoken.listening import BACKLOG, listen
 from firsttoken.observe.prometheus import ServerMetrics
 from firsttoken.server.app import App
 from firsttoken.server.config import ServerConfig
@@ -175,17 +176,10 @@ def bind(config: ServerConfig) -> socket.socket:
     if config.uds is not None:
         return _bind_unix(config.uds)
     try:
-        infos = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return listen(config.host, config.port)
     except (socket.gaierror, OverflowError) as error:
         raise ConfigError(f"--host {config.host} --port {config.port} is no address: {error}") from None
-    family, kind, proto, _, address = infos[0]
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(2048)
     except OSError as error:
-        sock.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {config.port} on {config.host} is in use: choose another with --port (0: a free one)"
@@ -193,7 +187,6 @@ def bind(config: ServerConfig) -> socket.socket:
         raise ConfigError(
             f"cannot listen on --host {config.host} --port {config.port}: {error.strerror}"
         ) from None
-    return sock
 
 
 def _bind_unix(path: str) -> socket.socket:
@@ -205,7 +198,7 @@ def _bind_unix(path: str) -> socket.socket:
                     raise ConfigError(f"--uds {path} is in use by another server")
             os.unlink(path)  # left behind by a server that was killed
         sock.bind(path)
-        sock.listen(2048)
+        sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}") from None

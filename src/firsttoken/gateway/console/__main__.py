@@ -14,6 +14,8 @@ import sys
 
 import uvicorn
 
+from firsttoken.listening import listen
+
 PARENT_CHECK_S = 1.0
 
 
@@ -39,13 +41,9 @@ def main() -> None:
 
 def _bind(parser: argparse.ArgumentParser, host: str, port: int) -> socket.socket:
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except OSError as error:
-        parser.error(f"--port {port} on {host}: {error.strerror}; choose another")
-    listener.listen()
+        listener = listen(host, port)
+    except (OSError, OverflowError) as error:
+        parser.error(f"--port {port} on {host}: {getattr(error, 'strerror', None) or error}; choose another")
     host = f"[{host}]" if ":" in host else host
     print(f"console ready on http://{host}:{listener.getsockname()[1]}", flush=True)
     return listener
