@@ -192,6 +192,8 @@ class MeasuredGain:
         """Cycles seen; running means of tokens and of seconds in one sequence's part of a cycle."""
         self._plain: dict[int, tuple[int, float]] = {}
         """Plain steps seen; running mean of the seconds of one sequence's part."""
+        self._fresh: dict[int, int] = {}
+        """Cycles since the last `forget`."""
 
     def observe(self, count: int, tokens: int, seconds: float) -> None:
         """A cycle of `count` sequences brought `tokens`."""
@@ -199,6 +201,7 @@ class MeasuredGain:
         seen, mean_tokens, mean_seconds = self._cycles.get(key, (0, 0.0, 0.0))
         seen += 1
         rate = max(1 / seen, _GAIN_RATE)
+        self._fresh[key] = self._fresh.get(key, 0) + 1
         self._cycles[key] = (
             seen,
             mean_tokens + rate * (tokens / count - mean_tokens),
@@ -218,9 +221,14 @@ class MeasuredGain:
         if key in self._cycles:
             seen, tokens, seconds = self._cycles[key]
             self._cycles[key] = (min(seen, cycles), tokens, seconds)
+            self._fresh[key] = 0
 
     def cycles(self, count: int) -> int:
         return self._cycles.get((count - 1).bit_length(), (0, 0.0, 0.0))[0]
+
+    def fresh_cycles(self, count: int) -> int:
+        """Cycles since the start, or since the last `forget`."""
+        return self._fresh.get((count - 1).bit_length(), 0)
 
     def plain_steps(self, count: int) -> int:
         return self._plain.get((count - 1).bit_length(), (0, 0.0))[0]

@@ -35,6 +35,8 @@ _PLAIN_EVERY, _PLAIN_STEPS = 100, 2
 """Plain steps before the first draft, and of every so many while drafting: what drafting is measured against."""
 _TRIES = 8
 """Cycles before drafting is judged."""
+_HOPELESS, _HOPELESS_TRIES = 0.9, 3
+"""After so many cycles that measured a speed-up below this, the others are spared."""
 _RETRY_CYCLES = 4
 """Cycles of a try again; what was seen before weighs as much as the rest of `_TRIES`."""
 _ADVANTAGE = 1.03
@@ -194,7 +196,7 @@ class Speculator:
         """Whether this step drafts, for `count` sequences; called once a step that could."""
         if self._gain.plain_steps(count) < _PLAIN_STEPS:
             return False
-        if self._gain.cycles(count) < _TRIES:
+        if self._is_trying(count):
             return True
         if self._gain.speedup(count) >= _ADVANTAGE:
             self._retries.paid(count)
@@ -205,9 +207,15 @@ class Speculator:
         self._gain.forget(count, _TRIES - _RETRY_CYCLES)
         return True
 
+    def _is_trying(self, count: int) -> bool:
+        """Whether cycles of this batch size are still too few to judge by."""
+        gain = self._gain
+        hopeless = gain.fresh_cycles(count) >= _HOPELESS_TRIES and gain.speedup(count) < _HOPELESS
+        return gain.cycles(count) < _TRIES and not hopeless
+
     def _may_draft(self, count: int) -> bool:
         """Whether one of the next steps may draft, so that it is worth while to be ready."""
-        if self._always or self._gain.cycles(count) < _TRIES or self._gain.speedup(count) >= _ADVANTAGE:
+        if self._always or self._is_trying(count) or self._gain.speedup(count) >= _ADVANTAGE:
             return True
         return self._retries.soon(count)
 
@@ -230,7 +238,7 @@ class Speculator:
         tried = gain.cycles(count)
         if self._always:
             return "always", f"always on, γ {self.max_gamma}"
-        if tried < _TRIES:
+        if self._is_trying(count):
             return "measuring", f"still measuring: {tried} of {_TRIES} cycles with {count} running"
         speedup = gain.speedup(count)
         verdict = "pays" if speedup >= _ADVANTAGE else "too slow"
