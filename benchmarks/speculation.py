@@ -115,7 +115,8 @@ def main() -> None:
     if arguments.draft:
         flags += ["--draft", arguments.draft]
     results = run(pair_up(arguments, flags))
-    print(f"{machine.describe()}, {machine.now()}")
+    here = machine.describe()
+    print(f"{here['processor']}, {here['cores']} cores, {machine.now()}")
     print("\n".join(table(results)))
     for r in results:
         if r["mode"] == "auto" and r["repeat"] == arguments.repeats - 1:

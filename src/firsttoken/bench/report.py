@@ -139,6 +139,8 @@ def _table_row(row: Row) -> str:
 def _pm(value: Spread | None, digits: int) -> str:
     if value is None:
         return "–"
+    if value.n == 1:  # one trial has no spread
+        return f"{value.median:.{digits}f}"
     return f'{value.median:.{digits}f}<span class="pm">± {value.mad:.{digits}f}</span>'
 
 

@@ -59,8 +59,10 @@ def _table(rows: list[Row], compact: bool) -> Table:
 
 
 def pm(value: Spread | None, digits: int) -> str:
-    """median ± MAD, a dash for no value."""
-    return "–" if value is None else f"{value.median:.{digits}f} ± {value.mad:.{digits}f}"
+    """median ± MAD, of one trial its value alone, a dash for no value."""
+    if value is None:
+        return "–"
+    return f"{value.median:.{digits}f}" + (f" ± {value.mad:.{digits}f}" if value.n > 1 else "")
 
 
 def _remarks(rows: list[Row]) -> Iterator[RenderableType]:
