@@ -60,7 +60,7 @@ setup-dev: $(VENV)/.dev-stamp
 
 demo: setup
 	@$(BIN)/firsttoken pull $(MODEL) >/dev/null
-	@$(BIN)/firsttoken bench stages $(MODEL) --max-tokens 16 --html out/report.html --json out/stages.json
+	@$(BIN)/firsttoken bench stages $(MODEL) --max-tokens 12 --html out/report.html --json out/stages.json
 	@echo
 	@echo "serve it:  $(BIN)/firsttoken serve $(MODEL)"
 	@echo "call it:   curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
